@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-slow lint format timm-suite clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP)  ## set up .venv with the pinned dependencies (PYTHON=python3.12 to choose another interpreter)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# One torch thread a worker: the workers are the parallelism.
+test: install  ## run the fast tests (ARGS="-k swin" goes to pytest)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+
+test-slow: install  ## run the slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow $(ARGS)
+
+lint: install  ## ruff check, ruff format --check, mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: install  ## fix and format in place
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+timm-suite: install  ## run timm's own model tests on our models (fetches timm's source archive once)
+	$(BIN)/python tools/timm_suite.py $(ARGS)
+
+clean:  ## remove caches and build output, keep .venv
+	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

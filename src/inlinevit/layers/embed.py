@@ -1,0 +1,137 @@
+"""From pixels or a finer map to tokens."""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_function, resample_abs_pos_embed, trunc_normal_
+from torch import Tensor, nn
+
+
+@register_notrace_function
+def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
+    """Zeros at the bottom and on the right of x (batch, channels, H, W), up to the next multiple."""
+    height, width = x.shape[-2:]
+    bottom, right = -height % multiple, -width % multiple
+    return F.pad(x, (0, right, 0, bottom)) if bottom > 0 or right > 0 else x
+
+
+class ConvEmbed(nn.Module):
+    """A strided convolution and a LayerNorm: (batch, in_chans, H, W) to (batch, H / stride, W / stride, dim).
+
+    Patches that do not overlap (kernel = stride) are padded, so that no pixel is lost; overlapping ones bring their
+    own padding.
+
+    Args:
+        in_chans: Channels of the map.
+        dim: Channels of the tokens.
+        kernel: Side of a patch.
+        stride: Distance of patches.
+        padding: Border of zeros, for overlapping patches.
+        norm: Whether a LayerNorm (eps 1e-5) follows.
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        dim: int,
+        *,
+        kernel: int,
+        stride: int,
+        padding: int = 0,
+        norm: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.multiple = stride if kernel == stride else 1
+        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, in_chans, H, W) to (batch, H / stride, W / stride, dim)."""
+        return self.norm(self.proj(pad_to_multiple(x, self.multiple)).permute(0, 2, 3, 1))
+
+
+class PatchMerging(nn.Module):
+    """Swin's way to a coarser map: four neighbours side by side, LayerNorm, linear.
+
+    Args:
+        dim: Channels of the map.
+        dim_out: Channels of the tokens.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_out: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim, device=device, dtype=dtype)
+        self.reduction = nn.Linear(4 * dim, dim_out, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, dim, H, W) to (batch, H / 2, W / 2, dim_out)."""
+        x = pad_to_multiple(x, 2)
+        batch, dim, height, width = x.shape
+        x = x.permute(0, 2, 3, 1).reshape(batch, height // 2, 2, width // 2, 2, dim)
+        # Of each square, column by column: (0, 0), (1, 0), (0, 1), (1, 1) as (row, column).
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return self.reduction(self.norm(x))
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions, resized to the grid at hand.
+
+    Args:
+        dim: Channels.
+        grid: (H, W) of the map for which the positions are learned.
+        num_prefix_tokens: Tokens before the map; they have positions of their own, which are never resized.
+        interpolation: "bicubic" (antialiased, as timm's ViTs) or "bilinear" (as PVT).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        grid: tuple[int, int],
+        *,
+        num_prefix_tokens: int = 0,
+        interpolation: str = "bicubic",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.num_prefix_tokens = num_prefix_tokens
+        self.interpolation = interpolation
+        table = torch.zeros(1, num_prefix_tokens + grid[0] * grid[1], dim, device=device, dtype=dtype)
+        self.table = nn.Parameter(table)
+        trunc_normal_(self.table, std=0.02)
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """x (batch, prefix + H·W, dim) plus the positions of a map of this size."""
+        prefix, mode = self.num_prefix_tokens, self.interpolation
+        return x + resize_positions(self.table, self.grid, size, prefix, mode)
+
+    @torch.jit.ignore
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Keep positions for another grid from now on, resized from those at hand."""
+        prefix, mode = self.num_prefix_tokens, self.interpolation
+        self.table = nn.Parameter(resize_positions(self.table.detach(), self.grid, grid, prefix, mode))
+        self.grid = grid
+
+
+@register_notrace_function
+def resize_positions(
+    table: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int, interpolation: str
+) -> Tensor:
+    """Position embeddings (1, prefix + H·W, dim) of one grid, resized to another."""
+    return resample_abs_pos_embed(
+        table,
+        [new[0], new[1]],
+        [old[0], old[1]],
+        num_prefix_tokens=num_prefix_tokens,
+        interpolation=interpolation,
+        antialias=interpolation == "bicubic",
+    )

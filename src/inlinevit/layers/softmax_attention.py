@@ -1,0 +1,105 @@
+"""Softmax attention as a module: with relative positions for Swin, with reduced keys and values for PVT."""
+
+from typing import Any
+
+import torch
+from timm.layers import register_notrace_module, trunc_normal_
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import ops
+from .embed import ConvEmbed
+from .layouts import WholeMap, Windows, shift_mask, window_mask
+from .token_mixer import TokenMixer
+
+
+@register_notrace_module
+class SoftmaxAttention(TokenMixer):
+    """Softmax attention.
+
+    Args:
+        dim: Channels.
+        num_heads: Heads; they divide the channels.
+        relative_window: Learn a bias for each relative position in a window of this size (Swin); 0 = none.
+        reduction: Take keys and values from the map made this many times smaller, by a strided convolution (PVT).
+        **options: Those of TokenMixer.
+    """
+
+    quadratic = True
+
+    def __init__(
+        self, dim: int, num_heads: int, *, relative_window: int = 0, reduction: int = 1, **options: Any
+    ) -> None:
+        super().__init__(dim, num_heads, **options)
+        if reduction > 1 and not isinstance(self.layout, WholeMap):
+            raise ValueError(f"reduction={reduction} works on the whole map: leave out the layout, or use reduction=1")
+        factory = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.relative_window = relative_window
+        self.relative_position_bias_table: nn.Parameter | None = None
+        if relative_window > 0:
+            table = torch.zeros((2 * relative_window - 1) ** 2, num_heads, **factory)
+            self.relative_position_bias_table = nn.Parameter(table)
+            trunc_normal_(self.relative_position_bias_table, std=0.02)
+        self.reduce = ConvEmbed(dim, dim, kernel=reduction, stride=reduction, **factory) if reduction > 1 else None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, windows: Windows) -> Tensor:
+        """See TokenMixer.mix. Neither padding nor tokens from beyond the seam of a shifted window are seen."""
+        bias = self.relative_position_bias(windows)
+        hidden = hidden_pairs(windows, q.device)
+        if hidden is not None:
+            # (windows, heads or 1, tokens, tokens), for each image
+            bias = torch.zeros_like(hidden, dtype=q.dtype) if bias is None else bias.to(q.dtype)
+            bias = bias.masked_fill(hidden, float("-inf")).repeat(q.shape[0] // hidden.shape[0], 1, 1, 1)
+        return ops.softmax_attention(q, k, v, bias=bias)
+
+    def attend(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
+        """See TokenMixer.attend."""
+        return self.attend_windows(x, size, context) if self.reduce is None else self.attend_reduced(x, size)
+
+    def attend_reduced(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """Attention of all tokens to the tokens of the reduced map."""
+        assert self.reduce is not None
+        batch, tokens, dim = x.shape
+        if tokens > size[0] * size[1]:
+            raise ValueError("prefix tokens have no place on a reduced map: use reduction=1 where they are")
+        reduced = self.reduce(x.view(batch, size[0], size[1], dim).permute(0, 3, 1, 2)).flatten(1, 2)
+        weight, bias = self.qkv.weight, self.qkv.bias
+        q = F.linear(x, weight[:dim], None if bias is None else bias[:dim])
+        kv = F.linear(reduced, weight[dim:], None if bias is None else bias[dim:])
+        q = q.view(batch, tokens, self.num_heads, self.head_dim).transpose(1, 2)
+        k, v = kv.view(batch, -1, 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return ops.softmax_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, dim)
+
+    def relative_position_bias(self, windows: Windows) -> Tensor | None:
+        """The bias of each pair of tokens in a window, (1, heads, tokens, tokens)."""
+        table = self.relative_position_bias_table
+        if table is None:
+            return None
+        # A window smaller than the table's (a map smaller than the window) uses the middle of the table.
+        rows = relative_positions(windows.height, table.device) + self.relative_window - 1
+        columns = relative_positions(windows.width, table.device) + self.relative_window - 1
+        # (rows, 1, rows, 1) and (1, columns, 1, columns): pairs of tokens, row by row
+        index = rows[:, None, :, None] * (2 * self.relative_window - 1) + columns[None, :, None, :]
+        tokens = windows.height * windows.width
+        return table[index.reshape(-1)].view(tokens, tokens, -1).permute(2, 0, 1).unsqueeze(0)
+
+
+def relative_positions(length: int, device: torch.device) -> Tensor:
+    """How far token i lies behind token j, along one axis: (length, length)."""
+    positions = torch.arange(length, device=device)
+    return positions[:, None] - positions[None, :]
+
+
+def hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
+    """Which tokens a query must not see: (windows, 1, tokens, tokens), True = hidden; None if it sees all."""
+    real, neighbours = window_mask(windows, device), shift_mask(windows, device)
+    if real is None and neighbours is None:
+        return None
+    tokens = windows.height * windows.width
+    seen = torch.ones(1, tokens, tokens, dtype=torch.bool, device=device)
+    if real is not None:
+        seen = seen & real[:, None, :]
+    if neighbours is not None:
+        seen = seen & neighbours
+    # Every token sees itself: without it, a row of padding might see nothing and turn to NaN.
+    return ~(seen | torch.eye(tokens, dtype=torch.bool, device=device)).unsqueeze(1)

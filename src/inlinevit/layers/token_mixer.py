@@ -1,0 +1,159 @@
+"""What all attention modules share: the projections, the way through the windows, LePE."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layouts import WholeMap, Windows, covers_map, cut_windows, merge_windows, take_share, window_mask
+
+
+class TokenMixer(nn.Module):
+    """Multi-head attention over tokens on a grid: project, cut into windows, mix, merge, project.
+
+    A kind of attention is a subclass that says how the tokens of a window are mixed.
+
+    Args:
+        dim: Channels.
+        num_heads: Heads; they divide the channels.
+        layout: How the map is cut into windows; the whole map by default.
+        qkv_bias: Whether the projection to q, k and v has a bias.
+        lepe: Add CSWin's locally enhanced positional encoding, a learned depthwise 3×3 convolution of the values.
+        proj_drop: Dropout after the output projection.
+        num_prefix_tokens: Tokens before the map (class tokens). By default as many as there are beyond H·W.
+    """
+
+    # Whether the cost grows with the square of a window's tokens, so that models give this kind small windows.
+    quadratic = False
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        layout: nn.Module | None = None,
+        qkv_bias: bool = True,
+        lepe: bool = False,
+        proj_drop: float = 0.0,
+        num_prefix_tokens: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % num_heads != 0:
+            raise ValueError(f"dim must be divisible by num_heads, but dim is {dim} and num_heads is {num_heads}")
+        self.dim = dim
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        # -1 stands for "as many as there are".
+        self.num_prefix_tokens = -1 if num_prefix_tokens is None else num_prefix_tokens
+        self.layout = WholeMap() if layout is None else layout
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.lepe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype) if lepe else None
+        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, windows: Windows) -> Tensor:
+        """How this kind of attention mixes the tokens of each window.
+
+        Args:
+            q: Queries (batch · windows, heads, prefix + tokens of a window, width).
+            k: Keys, as q.
+            v: Values, as q. Padding is zero.
+            context: Tokens whose mean a kind may use, not cut yet (batch, prefix + H·W, heads · width).
+            windows: How the map was cut; the heads are those of its share.
+
+        Returns:
+            As q.
+        """
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, size: tuple[int, int], context: Tensor | None = None) -> Tensor:
+        """Mix the tokens.
+
+        Args:
+            x: Tokens (batch, prefix + H·W, dim), the map row by row.
+            size: (H, W) of the map.
+            context: Tokens whose mean stands for x̄, shaped as x; x itself by default.
+
+        Returns:
+            (batch, prefix + H·W, dim).
+        """
+        self.check_tokens(x, size)
+        return self.proj_drop(self.proj(self.attend(x, size, x if context is None else context)))
+
+    def attend(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
+        """Everything but the output projection; shapes as in forward."""
+        return self.attend_windows(x, size, context)
+
+    def attend_windows(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
+        """Attention within the windows of the layout."""
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
+        shares: list[Tensor] = []
+        for windows in self.layout(size):
+            if tokens > size[0] * size[1] and not covers_map(windows):
+                raise ValueError(
+                    f"windows of {windows.height}×{windows.width} do not cover the map of {size[0]}×{size[1]}, "
+                    "and prefix tokens belong to no window: use the whole map, or no prefix tokens"
+                )
+            shares.append(self.attend_share(qkv, context, windows))
+        return shares[0] if len(shares) == 1 else torch.cat(shares, dim=-1)
+
+    def attend_share(self, qkv: Tensor, context: Tensor, windows: Windows) -> Tensor:
+        """Attention of one share of the heads: qkv (batch, tokens, 3, all heads, width) to (batch, tokens, channels)."""
+        batch, tokens = qkv.shape[:2]
+        heads = self.num_heads // windows.shares
+        channels = heads * self.head_dim
+        qkv = qkv[:, :, :, windows.share * heads : (windows.share + 1) * heads]
+        qkv = cut_windows(qkv.reshape(batch, tokens, 3 * channels), windows)
+        # (batch · windows, tokens, 3 · channels) -> 3 × (batch · windows, heads, tokens, width)
+        q, k, v = qkv.view(-1, qkv.shape[1], 3, heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        context = context[:, :, windows.share * channels : (windows.share + 1) * channels]
+        out = self.mix(q, k, v, context, windows)
+        if self.lepe is not None:
+            out = out + self.encode_positions(v, windows)
+        out = out.transpose(1, 2).reshape(-1, q.shape[2], channels)
+        return merge_windows(out, windows)
+
+    def encode_positions(self, v: Tensor, windows: Windows) -> Tensor:
+        """LePE, shaped as v; prefix tokens get zeros."""
+        assert self.lepe is not None
+        _, heads, tokens, width = v.shape
+        prefix = tokens - windows.height * windows.width
+        x = v[:, :, prefix:].transpose(1, 2).reshape(-1, windows.height, windows.width, heads * width)
+        weight, bias = take_share(self.lepe.weight, windows), take_share(self.lepe.bias, windows)
+        x = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, padding=1, groups=heads * width)
+        x = x.permute(0, 2, 3, 1).reshape(-1, tokens - prefix, heads, width)
+        return F.pad(x, (0, 0, 0, 0, prefix, 0)).transpose(1, 2)
+
+    def check_tokens(self, x: Tensor, size: tuple[int, int]) -> None:
+        """Refuse tokens that do not fit this module or the map."""
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(f"expected tokens of shape (batch, tokens, {self.dim}), but got {x.shape}")
+        prefix = x.shape[1] - size[0] * size[1]
+        if prefix < 0 or (self.num_prefix_tokens >= 0 and prefix != self.num_prefix_tokens):
+            expected = "prefix tokens before them" if self.num_prefix_tokens < 0 else (
+                f"{self.num_prefix_tokens} prefix tokens before them"
+            )
+            raise ValueError(
+                f"{x.shape[1]} tokens do not match size={size}: that is {size[0] * size[1]} tokens of the map, "
+                f"and {expected}"
+            )
+
+
+def window_means(x: Tensor, windows: Windows) -> Tensor:
+    """The mean of each window's real tokens: (batch, tokens, channels) to (batch · windows, channels)."""
+    if covers_map(windows):
+        return x.mean(dim=1)
+    sums = cut_windows(x, windows).sum(dim=1)
+    mask = window_mask(windows, x.device)
+    if mask is None:
+        return sums / (windows.height * windows.width)
+    counts = mask.sum(dim=1).to(x.dtype)
+    return (sums.view(-1, mask.shape[0], x.shape[2]) / counts[:, None]).view(-1, x.shape[2])
+
+
+def padding_mask(q: Tensor, windows: Windows) -> Tensor | None:
+    """Which tokens of q (batch · windows, heads, tokens, width) are real, (batch · windows, tokens); None if all."""
+    mask = window_mask(windows, q.device)
+    return None if mask is None else mask.repeat(q.shape[0] // mask.shape[0], 1)

@@ -1,0 +1,18 @@
+"""The models. Importing this registers them with timm."""
+
+from ._backbone import Backbone, attention_by_stage
+from ._checkpoint import load_checkpoint
+from .inline_cswin import InLineCSWin
+from .inline_deit import InLineDeiT
+from .inline_pvt import InLinePVT
+from .inline_swin import InLineSwin
+
+__all__ = [
+    "Backbone",
+    "InLineCSWin",
+    "InLineDeiT",
+    "InLinePVT",
+    "InLineSwin",
+    "attention_by_stage",
+    "load_checkpoint",
+]

@@ -1,0 +1,193 @@
+"""InLine-CSWin: InLine attention over the whole map in the fine stages, softmax in cross-shaped windows in the coarse
+ones; and the softmax CSWin that it is compared with."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from ..layers import ConvEmbed, CrossStripes, TokenMixer, WholeMap
+from ._backbone import Backbone, Stage, StageAttention, attention_by_stage, default_cfg, make_blocks
+from ._checkpoint import adapt_state_dict
+
+__all__ = ["InLineCSWin"]
+
+
+class InLineCSWin(Backbone):
+    """CSWin transformer with InLine attention, softmax attention, or a mix by stage.
+
+    Args:
+        img_size: Size of the images that the softmax stripes are made for; others work too.
+        in_chans: Channels of the images.
+        num_classes: Width of the head; 0 = none.
+        global_pool: "avg" or "".
+        embed_dim: Channels of the first stage; they double from stage to stage.
+        depths: Blocks of each stage.
+        num_heads: Heads of each stage.
+        mlp_ratio: Width of the MLPs, in channels.
+        qkv_bias: Whether q, k and v have a bias.
+        attention: A word for all stages, or an entry a stage (see attention_by_stage).
+        window_size: Width of the stripes of attention that is not softmax; None = the whole map.
+        split_sizes: Width of the softmax stripes of each stage; by default 1, 2, and the last stage's map at img_size
+            (at least 7) twice. The last stage sees its whole map.
+        drop_rate: Dropout before the head.
+        proj_drop_rate: Dropout in attention and MLPs.
+        drop_path_rate: Stochastic depth of the last block; it grows from 0.
+    """
+
+    published_names = (
+        (r"^stage1_conv_embed\.0\.", "stages.0.embed.proj."),
+        (r"^stage1_conv_embed\.2\.", "stages.0.embed.norm."),
+        *((rf"^merge{i}\.conv\.", f"stages.{i}.embed.proj.") for i in range(1, 4)),
+        *((rf"^merge{i}\.norm\.", f"stages.{i}.embed.norm.") for i in range(1, 4)),
+        *((rf"^stage{i + 1}\.(\d+)\.", rf"stages.{i}.blocks.\1.") for i in range(4)),
+        (r"^(stages\.\d+\.blocks\.\d+)\.(qkv|proj)\.", r"\1.attn.\2."),
+        # The reference keeps a module for each half of the heads, we keep one for all heads.
+        (r"\.attns\.(\d)\.get_v\.(\w+)$", r".attn.lepe.\2#\1"),
+        (r"\.attns\.(\d)\.residual\.0\.(\w+)$", r".attn.local_residual.fc1.\2#\1"),
+        (r"\.attns\.(\d)\.residual\.2\.(\w+)$", r".attn.local_residual.fc2.\2#\1"),
+    )
+
+    def __init__(
+        self,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 64,
+        depths: Sequence[int] = (2, 4, 18, 1),
+        num_heads: Sequence[int] = (2, 4, 8, 16),
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        attention: str | Sequence[StageAttention] = "inline",
+        window_size: int | None = None,
+        split_sizes: Sequence[int] | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        coarse = max(7, min(to_2tuple(img_size)) // 32)
+        split_sizes = split_sizes or (1, 2, coarse, coarse)
+        words = attention_by_stage(attention, depths)
+        drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        dims = [embed_dim * 2**i for i in range(len(depths))]
+        stages = []
+        for i, dim in enumerate(dims):
+            embed = (
+                ConvEmbed(dims[i - 1], dim, kernel=3, stride=2, padding=1, **factory)
+                if i > 0
+                else ConvEmbed(in_chans, dim, kernel=7, stride=4, padding=2, **factory)
+            )
+            make_attention = partial(
+                _make_attention,
+                stripe_width=window_size,
+                softmax_stripe_width=split_sizes[i] if i < len(depths) - 1 else None,
+                dim=dim,
+                num_heads=num_heads[i],
+                qkv_bias=qkv_bias,
+                proj_drop=proj_drop_rate,
+                **factory,
+            )
+            options = {"mlp_ratio": mlp_ratio, "proj_drop": proj_drop_rate, "context_before_norm": True, **factory}
+            stages.append(
+                Stage(embed, make_blocks(make_attention, words[i], drop_paths[i], dim, **options), dim=dim, **factory)
+            )
+        super().__init__(
+            stages,
+            nn.LayerNorm(dims[-1], **factory),
+            dims=dims,
+            reductions=[4 * 2**i for i in range(len(depths))],
+            num_classes=num_classes,
+            in_chans=in_chans,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+            **factory,
+        )
+
+
+def _make_attention(
+    kind: type[TokenMixer], block: int, *, stripe_width: int | None, softmax_stripe_width: int | None, **options: Any
+) -> TokenMixer:
+    """Softmax and the others each in stripes of their own width, or over the whole map."""
+    width = softmax_stripe_width if kind.quadratic else stripe_width
+    layout = WholeMap() if width is None else CrossStripes(width)
+    return kind(layout=layout, lepe=True, num_prefix_tokens=0, **options)
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "inline_cswin_tiny.in1k": default_cfg("inline_cswin_tiny", "49fa2ecc543647c4b970"),
+        "inline_cswin_small.in1k": default_cfg("inline_cswin_small", "59f4e65f776f4052b93c"),
+        "inline_cswin_base.in1k": default_cfg("inline_cswin_base", "91e17121df284ae38521"),
+        "inline_cswin_base_384.untrained": default_cfg(size=384),
+        "cswin_tiny.untrained": default_cfg(),
+        "cswin_small.untrained": default_cfg(),
+        "cswin_base.untrained": default_cfg(),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> InLineCSWin:
+    return build_model_with_cfg(
+        InLineCSWin,
+        variant,
+        pretrained,
+        pretrained_filter_fn=adapt_state_dict,
+        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+INLINE = {"attention": ("inline", "inline", "softmax", "softmax")}
+BASE = {"embed_dim": 96, "num_heads": (4, 8, 16, 32)}
+
+
+@register_model
+def inline_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
+    """InLine-CSWin-T, 20.6 M parameters."""
+    return _create("inline_cswin_tiny", pretrained, **{"depths": (2, 4, 18, 1), **INLINE, **kwargs})
+
+
+@register_model
+def inline_cswin_small(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
+    """InLine-CSWin-S, 33.0 M parameters."""
+    return _create("inline_cswin_small", pretrained, **{"depths": (3, 6, 29, 2), **INLINE, **kwargs})
+
+
+@register_model
+def inline_cswin_base(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
+    """InLine-CSWin-B, 73.4 M parameters."""
+    return _create("inline_cswin_base", pretrained, **{"depths": (3, 6, 29, 2), **BASE, **INLINE, **kwargs})
+
+
+@register_model
+def inline_cswin_base_384(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
+    """InLine-CSWin-B at 384², 73.4 M parameters."""
+    model_args = {"img_size": 384, "depths": (3, 6, 29, 2), **BASE, **INLINE}
+    return _create("inline_cswin_base_384", pretrained, **{**model_args, **kwargs})
+
+
+@register_model
+def cswin_tiny(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
+    """Softmax CSWin-T, 23 M parameters."""
+    return _create("cswin_tiny", pretrained, **{"depths": (1, 2, 21, 1), "attention": "softmax", **kwargs})
+
+
+@register_model
+def cswin_small(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
+    """Softmax CSWin-S, 35 M parameters."""
+    return _create("cswin_small", pretrained, **{"depths": (2, 4, 32, 2), "attention": "softmax", **kwargs})
+
+
+@register_model
+def cswin_base(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
+    """Softmax CSWin-B, 78 M parameters."""
+    return _create("cswin_base", pretrained, **{"depths": (2, 4, 32, 2), **BASE, "attention": "softmax", **kwargs})

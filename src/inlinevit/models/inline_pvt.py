@@ -1,0 +1,234 @@
+"""InLine-PVT: four stages, learned positions in each; and the softmax PVT (version 1) that it is compared with."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from ..layers import ConvEmbed, PositionEmbedding, TokenMixer
+from ._backbone import (
+    Backbone,
+    Stage,
+    StageAttention,
+    attention_by_stage,
+    default_cfg,
+    grid_of,
+    make_blocks,
+    square_windows,
+)
+from ._checkpoint import adapt_state_dict
+
+__all__ = ["InLinePVT"]
+
+# How much softmax stages reduce the map of keys and values, if nothing else is said.
+SOFTMAX_REDUCTIONS = (8, 4, 2, 1)
+
+
+class InLinePVT(Backbone):
+    """Pyramid vision transformer with InLine attention, softmax attention, or a mix by stage.
+
+    Args:
+        img_size: Size of the images for which positions are learned; others work too.
+        in_chans: Channels of the images.
+        num_classes: Width of the head; 0 = none.
+        global_pool: "avg", "token" where there is a class token, or "".
+        embed_dims: Channels of each stage.
+        depths: Blocks of each stage.
+        num_heads: Heads of each stage.
+        mlp_ratios: Width of the MLPs of each stage, in channels.
+        qkv_bias: Whether q, k and v have a bias.
+        attention: A word for all stages, or an entry a stage (see attention_by_stage).
+        window_size: Side of the windows of attention that is not softmax; None = the whole map.
+        sr_ratios: How much each stage reduces the map of keys and values. By default 8-4-2-1 where attention is
+            softmax and 1 elsewhere. The local residual needs the values of all tokens.
+        class_token: Whether the last stage has a class token (with a final norm, as in PVT version 1).
+        drop_rate: Dropout before the head.
+        proj_drop_rate: Dropout in attention and MLPs.
+        drop_path_rate: Stochastic depth of the last block; it grows from 0.
+    """
+
+    published_names = (
+        (r"^cls_token$", "stages.3.class_token"),
+        *((rf"^pos_embed{i + 1}$", f"stages.{i}.positions.table") for i in range(4)),
+        *((rf"^patch_embed{i + 1}\.", f"stages.{i}.embed.") for i in range(4)),
+        *((rf"^block{i + 1}\.", f"stages.{i}.blocks.") for i in range(4)),
+        (r"\.attn\.sr\.", ".attn.reduce.proj."),
+        (r"\.attn\.norm\.", ".attn.reduce.norm."),
+        (r"\.attn\.q\.(\w+)$", r".attn.qkv.\1#0"),
+        (r"\.attn\.kv\.(\w+)$", r".attn.qkv.\1#1"),
+        (r"\.residual\.0\.", ".local_residual.fc1."),
+        (r"\.residual\.2\.", ".local_residual.fc2."),
+    )
+
+    def __init__(
+        self,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dims: Sequence[int] = (64, 128, 320, 512),
+        depths: Sequence[int] = (2, 2, 2, 2),
+        num_heads: Sequence[int] = (2, 4, 10, 16),
+        mlp_ratios: Sequence[float] = (8.0, 8.0, 4.0, 4.0),
+        qkv_bias: bool = True,
+        attention: str | Sequence[StageAttention] = "inline",
+        window_size: int | None = None,
+        sr_ratios: Sequence[int] | None = None,
+        class_token: bool = False,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        words = attention_by_stage(attention, depths)
+        drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        reductions = [4 * 2**i for i in range(len(depths))]
+        stages = []
+        for i, dim in enumerate(embed_dims):
+            prefix = 1 if class_token and i == len(depths) - 1 else 0
+            make_attention = partial(
+                _make_attention,
+                stage=i,
+                sr_ratio=sr_ratios[i] if sr_ratios is not None else None,
+                window_size=window_size,
+                dim=dim,
+                num_heads=num_heads[i],
+                qkv_bias=qkv_bias,
+                proj_drop=proj_drop_rate,
+                num_prefix_tokens=prefix,
+                **factory,
+            )
+            patch = 4 if i == 0 else 2
+            stages.append(
+                Stage(
+                    ConvEmbed(embed_dims[i - 1] if i else in_chans, dim, kernel=patch, stride=patch, **factory),
+                    make_blocks(
+                        make_attention,
+                        words[i],
+                        drop_paths[i],
+                        dim,
+                        mlp_ratio=mlp_ratios[i],
+                        proj_drop=proj_drop_rate,
+                        norm_eps=1e-6,
+                        **factory,
+                    ),
+                    dim=dim,
+                    positions=PositionEmbedding(
+                        dim,
+                        grid_of(to_2tuple(img_size), reductions[i]),
+                        num_prefix_tokens=prefix,
+                        interpolation="bilinear",
+                        **factory,
+                    ),
+                    class_token=prefix > 0,
+                    **factory,
+                )
+            )
+        super().__init__(
+            stages,
+            nn.LayerNorm(embed_dims[-1], eps=1e-6, **factory) if class_token else nn.Identity(),
+            dims=embed_dims,
+            reductions=reductions,
+            num_classes=num_classes,
+            in_chans=in_chans,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+            **factory,
+        )
+
+
+def _make_attention(
+    kind: type[TokenMixer], block: int, *, stage: int, sr_ratio: int | None, window_size: int | None, **options: Any
+) -> TokenMixer:
+    """Softmax sees a reduced map; the others see all tokens, or those of a window."""
+    if kind.quadratic:
+        return kind(reduction=SOFTMAX_REDUCTIONS[stage] if sr_ratio is None else sr_ratio, **options)
+    if sr_ratio is not None and sr_ratio > 1:
+        raise ValueError(
+            f"stage {stage} reduces keys and values {sr_ratio} times, but {kind.__name__} needs the values of all "
+            "tokens: use an sr_ratio of 1 there, or softmax"
+        )
+    return kind(layout=square_windows(window_size, block), **options)
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "inline_pvt_tiny.in1k": default_cfg("inline_pvt_tiny", "90ac52b1555b401eb5e6"),
+        "inline_pvt_small.in1k": default_cfg("inline_pvt_small", "1ab953b2479d433080a3"),
+        "inline_pvt_medium.in1k": default_cfg("inline_pvt_medium", "a72aec31e6084bc0a280"),
+        "inline_pvt_large.in1k": default_cfg("inline_pvt_large", "efd91318ba964f01b288"),
+        "pvt_tiny.untrained": default_cfg(),
+        "pvt_small.untrained": default_cfg(),
+        "pvt_medium.untrained": default_cfg(),
+        "pvt_large.untrained": default_cfg(),
+    }
+)
+
+DEPTHS = {"tiny": (2, 2, 2, 2), "small": (3, 4, 6, 3), "medium": (3, 4, 18, 3), "large": (3, 8, 27, 3)}
+SOFTMAX = {"num_heads": (1, 2, 5, 8), "attention": "softmax", "class_token": True, "global_pool": "token"}
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> InLinePVT:
+    return build_model_with_cfg(
+        InLinePVT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=adapt_state_dict,
+        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+@register_model
+def inline_pvt_tiny(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """InLine-PVT-T, 12.0 M parameters."""
+    return _create("inline_pvt_tiny", pretrained, **{"depths": DEPTHS["tiny"], **kwargs})
+
+
+@register_model
+def inline_pvt_small(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """InLine-PVT-S, 21.6 M parameters."""
+    return _create("inline_pvt_small", pretrained, **{"depths": DEPTHS["small"], **kwargs})
+
+
+@register_model
+def inline_pvt_medium(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """InLine-PVT-M, 37.6 M parameters."""
+    return _create("inline_pvt_medium", pretrained, **{"depths": DEPTHS["medium"], **kwargs})
+
+
+@register_model
+def inline_pvt_large(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """InLine-PVT-L, 51.2 M parameters."""
+    return _create("inline_pvt_large", pretrained, **{"depths": DEPTHS["large"], **kwargs})
+
+
+@register_model
+def pvt_tiny(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """Softmax PVT-Tiny, version 1, 13.2 M parameters."""
+    return _create("pvt_tiny", pretrained, **{"depths": DEPTHS["tiny"], **SOFTMAX, **kwargs})
+
+
+@register_model
+def pvt_small(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """Softmax PVT-Small, version 1, 24.5 M parameters."""
+    return _create("pvt_small", pretrained, **{"depths": DEPTHS["small"], **SOFTMAX, **kwargs})
+
+
+@register_model
+def pvt_medium(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """Softmax PVT-Medium, version 1, 44.2 M parameters."""
+    return _create("pvt_medium", pretrained, **{"depths": DEPTHS["medium"], **SOFTMAX, **kwargs})
+
+
+@register_model
+def pvt_large(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
+    """Softmax PVT-Large, version 1, 61.4 M parameters."""
+    return _create("pvt_large", pretrained, **{"depths": DEPTHS["large"], **SOFTMAX, **kwargs})

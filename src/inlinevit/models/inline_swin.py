@@ -1,0 +1,181 @@
+"""InLine-Swin: InLine attention over the whole map in the fine stages, softmax in shifted windows in the coarse ones."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from ..layers import ConvEmbed, PatchMerging, SquareWindows, TokenMixer
+from ._backbone import (
+    Backbone,
+    Stage,
+    StageAttention,
+    attention_by_stage,
+    default_cfg,
+    make_blocks,
+    square_windows,
+)
+from ._checkpoint import adapt_state_dict
+
+__all__ = ["InLineSwin"]
+
+
+class InLineSwin(Backbone):
+    """Swin transformer with InLine attention, softmax attention, or a mix by stage.
+
+    Args:
+        img_size: Size of the images that the softmax windows are made for; others work too.
+        in_chans: Channels of the images.
+        num_classes: Width of the head; 0 = none.
+        global_pool: "avg" or "".
+        embed_dim: Channels of the first stage; they double from stage to stage.
+        depths: Blocks of each stage.
+        num_heads: Heads of each stage.
+        mlp_ratio: Width of the MLPs, in channels.
+        qkv_bias: Whether q, k and v have a bias.
+        attention: A word for all stages, or an entry a stage (see attention_by_stage).
+        window_size: Side of the windows of attention that is not softmax; None = the whole map.
+        softmax_window_size: Side of the softmax windows. By default max(7, W // 8), W being window_size or, where
+            that is the whole map, the first stage's map at img_size.
+        drop_rate: Dropout before the head.
+        proj_drop_rate: Dropout in attention and MLPs.
+        drop_path_rate: Stochastic depth of the last block; it grows from 0.
+    """
+
+    published_names = (
+        (r"^patch_embed\.", "stages.0.embed."),
+        # The reference makes a map coarser at the end of a stage, we do it at the beginning of the next.
+        *((rf"^layers\.{i}\.downsample\.", f"stages.{i + 1}.embed.") for i in range(3)),
+        (r"^layers\.", "stages."),
+        (r"\.residual\.0\.", ".local_residual.fc1."),
+        (r"\.residual\.2\.", ".local_residual.fc2."),
+    )
+
+    def __init__(
+        self,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 96,
+        depths: Sequence[int] = (2, 2, 6, 2),
+        num_heads: Sequence[int] = (3, 6, 12, 24),
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        attention: str | Sequence[StageAttention] = "inline",
+        window_size: int | None = None,
+        softmax_window_size: int | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        softmax_window_size = softmax_window_size or max(7, (window_size or min(to_2tuple(img_size)) // 4) // 8)
+        words = attention_by_stage(attention, depths)
+        drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        dims = [embed_dim * 2**i for i in range(len(depths))]
+        stages = []
+        for i, dim in enumerate(dims):
+            embed: nn.Module = (
+                PatchMerging(dims[i - 1], dim, **factory)
+                if i > 0
+                else ConvEmbed(in_chans, dim, kernel=4, stride=4, **factory)
+            )
+            make_attention = partial(
+                _make_attention,
+                window_size=window_size,
+                softmax_window_size=softmax_window_size,
+                dim=dim,
+                num_heads=num_heads[i],
+                qkv_bias=qkv_bias,
+                proj_drop=proj_drop_rate,
+                **factory,
+            )
+            options = {"mlp_ratio": mlp_ratio, "proj_drop": proj_drop_rate, **factory}
+            stages.append(
+                Stage(embed, make_blocks(make_attention, words[i], drop_paths[i], dim, **options), dim=dim, **factory)
+            )
+        super().__init__(
+            stages,
+            nn.LayerNorm(dims[-1], **factory),
+            dims=dims,
+            reductions=[4 * 2**i for i in range(len(depths))],
+            num_classes=num_classes,
+            in_chans=in_chans,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+            **factory,
+        )
+
+
+def _make_attention(
+    kind: type[TokenMixer], block: int, *, window_size: int | None, softmax_window_size: int, **options: Any
+) -> TokenMixer:
+    """Softmax in small windows with relative positions; the others over the whole map, or in windows of their own."""
+    if kind.quadratic:
+        layout = SquareWindows(softmax_window_size, shifted=block % 2 == 1)
+        return kind(layout=layout, relative_window=softmax_window_size, num_prefix_tokens=0, **options)
+    return kind(layout=square_windows(window_size, block), num_prefix_tokens=0, **options)
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "inline_swin_tiny.in1k": default_cfg("inline_swin_tiny", "32810869fcc34410966b"),
+        "inline_swin_small.in1k": default_cfg("inline_swin_small", "e9657fd247c04c7cb1a1"),
+        "inline_swin_base.in1k": default_cfg("inline_swin_base", "bf23564bb64c420aafe1"),
+        "inline_swin_base_384.untrained": default_cfg(size=384),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> InLineSwin:
+    return build_model_with_cfg(
+        InLineSwin,
+        variant,
+        pretrained,
+        pretrained_filter_fn=adapt_state_dict,
+        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+@register_model
+def inline_swin_tiny(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
+    """InLine-Swin-T, 29.2 M parameters."""
+    model_args = {"attention": ("inline", "inline", "inline", "softmax")}
+    return _create("inline_swin_tiny", pretrained, **{**model_args, **kwargs})
+
+
+@register_model
+def inline_swin_small(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
+    """InLine-Swin-S, 49.8 M parameters."""
+    model_args = {"depths": (2, 2, 18, 2), "attention": ("inline", "inline", "softmax", "softmax")}
+    return _create("inline_swin_small", pretrained, **{**model_args, **kwargs})
+
+
+# The third stage begins with two InLine blocks.
+BASE = {
+    "embed_dim": 128,
+    "depths": (2, 2, 18, 2),
+    "num_heads": (4, 8, 16, 32),
+    "attention": ("inline", "inline", ("inline", "inline", "softmax"), "softmax"),
+}
+
+
+@register_model
+def inline_swin_base(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
+    """InLine-Swin-B, 88.4 M parameters."""
+    return _create("inline_swin_base", pretrained, **{**BASE, **kwargs})
+
+
+@register_model
+def inline_swin_base_384(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
+    """InLine-Swin-B at 384², 88.5 M parameters."""
+    return _create("inline_swin_base_384", pretrained, **{**BASE, "img_size": 384, **kwargs})

@@ -1,0 +1,50 @@
+"""What the attentions share: checking shapes, accumulating in float32, averaging over real tokens."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Refuse shapes that do not make an attention; all tensors are (batch, heads, tokens, width)."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError("q, k and v must have four dimensions: (batch, heads, tokens, width)")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have one width, but they have {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v must have as many tokens, but they have {k.shape[-2]} and {v.shape[-2]}")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"mask must be boolean (True = real token), but it is {mask.dtype}")
+        if mask.dim() != 2 or mask.shape[1] != k.shape[-2]:
+            raise ValueError(f"mask must be (batch, {k.shape[-2]} tokens), but it is {mask.shape}")
+
+
+def default_scale(q: Tensor, scale: float | None) -> float:
+    """The given scale, or (head width)^-1/2."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def promote(x: Tensor) -> Tensor:
+    """Half precision to float32, so that sums over many tokens neither overflow nor lose digits."""
+    return x.float() if x.dtype == torch.float16 or x.dtype == torch.bfloat16 else x
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast does not turn float32 matrix products on x's device back to half precision."""
+    if torch.amp.is_autocast_available(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
+
+
+def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the tokens of x (batch, heads, tokens, width) that mask (batch, tokens) calls padding."""
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def count_tokens(k: Tensor, mask: Tensor | None) -> Tensor:
+    """The number of real tokens of each image, (batch or 1, 1, 1, 1), at least 1."""
+    if mask is None:
+        return torch.full((1, 1, 1, 1), float(k.shape[-2]), dtype=k.dtype, device=k.device)
+    return mask.sum(dim=1).clamp(min=1).to(k.dtype)[:, None, None, None]

@@ -1,0 +1,88 @@
+"""InLine attention: weight of value j for query i = 1/N + (s/N)·φ(q_i)·(φ(k_j) − mean φ(k)).
+
+Summed against the values, this is the mean value plus the query times the key-value covariance:
+
+    out_i = v̄ + s·φ(q_i)·C,      C = (1/N) Σ_j (φ(k_j) − mean φ(k)) (v_j − v̄)ᵀ
+
+It subtracts where linear attention divides, so the length of a query is kept: different queries get different rows.
+Weights may be negative; that is intended.
+"""
+
+import torch
+from torch import Tensor
+
+from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
+from .feature_maps import apply_feature_map
+from .weights import explicit_form
+
+
+def inline_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    feature_map: str = "identity",
+    affine: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """InLine attention in covariance form, O(N).
+
+    Args:
+        q: Queries (batch, heads, queries, width).
+        k: Keys (batch, heads, tokens, width).
+        v: Values (batch, heads, tokens, value width).
+        scale: Factor of φ(q)·φ(k); width^-1/2 by default.
+        feature_map: φ, one of FEATURE_MAPS.
+        affine: (A, b) of `relu_affine`.
+        mask: (batch, tokens), True = real token. Padding enters no mean and no sum, whatever it holds.
+
+    Returns:
+        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+    """
+    check_qkv(q, k, v, mask)
+    if torch.jit.is_scripting():
+        return _covariance_form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
+    with autocast_off(q):
+        return _covariance_form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
+
+
+def _covariance_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    feature_map: str,
+    affine: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+) -> Tensor:
+    dtype = q.dtype
+    q = apply_feature_map(promote(q), feature_map, affine)
+    k = hide_padding(apply_feature_map(promote(k), feature_map, affine), mask)
+    v = hide_padding(promote(v), mask)
+    count = count_tokens(k, mask)
+    k_mean = k.sum(dim=-2, keepdim=True) / count
+    v_mean = v.sum(dim=-2, keepdim=True) / count
+    # Both sides are centred before they are multiplied, so nothing large cancels. Padding must be zero again then.
+    k = hide_padding(k - k_mean, mask)
+    covariance = k.transpose(-2, -1) @ ((v - v_mean) * (scale / count))
+    return (v_mean + q @ covariance).to(dtype)
+
+
+@explicit_form("inline")
+def inline_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    feature_map: str = "identity",
+    affine: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The rows of InLine attention, (batch, heads, queries, tokens)."""
+    check_qkv(q, k, k, mask)
+    q = apply_feature_map(q, feature_map, affine)
+    k = hide_padding(apply_feature_map(k, feature_map, affine), mask)
+    count = count_tokens(k, mask)
+    k = k - k.sum(dim=-2, keepdim=True) / count
+    weights = (1.0 + default_scale(q, scale) * (q @ k.transpose(-2, -1))) / count
+    return weights if mask is None else weights.masked_fill(~mask[:, None, None, :], 0.0)

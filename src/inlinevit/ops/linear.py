@@ -1,0 +1,87 @@
+"""Linear attention: weight of value j for query i = φ(q_i)·φ(k_j) / Σ_m φ(q_i)·φ(k_m).
+
+The division makes the rows sum to 1 and loses the length of φ(q): two queries whose maps are collinear get one row.
+"""
+
+import torch
+from torch import Tensor
+
+from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
+from .feature_maps import apply_feature_map
+from .weights import explicit_form
+
+# Keeps a query whose map is zero (0/0) at zero. Far below any divisor of a query that sees something.
+EPSILON = 1e-12
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    feature_map: str = "relu",
+    affine: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """Linear attention, O(N): keys and values meet first, in a width × width matrix.
+
+    Args:
+        q: Queries (batch, heads, queries, width).
+        k: Keys (batch, heads, tokens, width).
+        v: Values (batch, heads, tokens, value width).
+        scale: Factor of φ(q)·φ(k); it cancels in the division. width^-1/2 by default.
+        feature_map: φ, one of FEATURE_MAPS. With signed maps the divisor can pass through zero.
+        affine: (A, b) of `relu_affine`.
+        mask: (batch, tokens), True = real token.
+        epsilon: Added to the divisor.
+
+    Returns:
+        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+    """
+    check_qkv(q, k, v, mask)
+    if torch.jit.is_scripting():
+        return _linear(q, k, v, default_scale(q, scale), feature_map, affine, mask, epsilon)
+    with autocast_off(q):
+        return _linear(q, k, v, default_scale(q, scale), feature_map, affine, mask, epsilon)
+
+
+def _linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    feature_map: str,
+    affine: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+    epsilon: float,
+) -> Tensor:
+    dtype = q.dtype
+    q = apply_feature_map(promote(q), feature_map, affine) * scale
+    k = hide_padding(apply_feature_map(promote(k), feature_map, affine), mask)
+    v = hide_padding(promote(v), mask)
+    # Means instead of sums: they stay in range for any number of tokens.
+    count = count_tokens(k, mask)
+    key_value = k.transpose(-2, -1) @ (v / count)
+    key = k.sum(dim=-2, keepdim=True) / count
+    divisor = q @ key.transpose(-2, -1)
+    return (q @ key_value / (divisor + epsilon / count)).to(dtype)
+
+
+@explicit_form("linear")
+def linear_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    feature_map: str = "relu",
+    affine: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """The rows of linear attention, (batch, heads, queries, tokens)."""
+    check_qkv(q, k, k, mask)
+    q = apply_feature_map(q, feature_map, affine) * default_scale(q, scale)
+    k = hide_padding(apply_feature_map(k, feature_map, affine), mask)
+    scores = q @ k.transpose(-2, -1)
+    return scores / (scores.sum(dim=-1, keepdim=True) + epsilon)

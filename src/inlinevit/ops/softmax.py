@@ -1,0 +1,54 @@
+"""Softmax attention: weight of value j for query i = exp(s·q_i·k_j) / Σ_m exp(s·q_i·k_m)."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._common import check_qkv, default_scale
+from .weights import explicit_form
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention through torch's fused kernel, O(N²).
+
+    Args:
+        q: Queries (batch, heads, queries, width).
+        k: Keys (batch, heads, tokens, width).
+        v: Values (batch, heads, tokens, value width).
+        scale: Factor of the scores; width^-1/2 by default.
+        bias: Added to the scores, broadcastable to (batch, heads, queries, tokens).
+        mask: (batch, tokens), True = real token. A query that sees no token at all gets zeros.
+
+    Returns:
+        (batch, heads, queries, value width).
+    """
+    check_qkv(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=_score_mask(bias, mask), scale=default_scale(q, scale))
+
+
+@explicit_form("softmax")
+def softmax_weights(
+    q: Tensor, k: Tensor, *, scale: float | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """The rows of softmax attention, (batch, heads, queries, tokens)."""
+    check_qkv(q, k, k, mask)
+    scores = q @ k.transpose(-2, -1) * default_scale(q, scale)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
+    return scores.softmax(dim=-1).nan_to_num(0.0) if mask is not None else scores.softmax(dim=-1)
+
+
+def _score_mask(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """One mask for the fused kernel: boolean where there is no bias, else additive."""
+    if mask is None:
+        return bias
+    keys = mask[:, None, None, :]
+    return keys if bias is None else bias.masked_fill(~keys, float("-inf"))

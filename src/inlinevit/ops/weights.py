@@ -1,0 +1,38 @@
+"""The explicit N×N form of every attention, found by the attention's word."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+WeightsFunction = TypeVar("WeightsFunction", bound=Callable[..., Tensor])
+
+# Filled by the files of the attentions themselves, each of which decorates its explicit form.
+EXPLICIT_FORMS: dict[str, Callable[..., Tensor]] = {}
+
+
+def explicit_form(kind: str) -> Callable[[WeightsFunction], WeightsFunction]:
+    """Decorator: this function gives the N×N rows of the attention called `kind`."""
+
+    def register(function: WeightsFunction) -> WeightsFunction:
+        EXPLICIT_FORMS[kind] = function
+        return function
+
+    return register
+
+
+def attention_weights(q: Tensor, k: Tensor, *, kind: str, **options: object) -> Tensor:
+    """The rows of an attention, written out: what value j counts for query i.
+
+    Args:
+        q: Queries (batch, heads, queries, width).
+        k: Keys (batch, heads, tokens, width).
+        kind: The attention's word: "softmax", "linear", "inline".
+        **options: Those of the attention itself: scale, mask, and feature_map and affine, or bias for softmax.
+
+    Returns:
+        (batch, heads, queries, tokens).
+    """
+    if kind not in EXPLICIT_FORMS:
+        raise ValueError(f"unknown attention {kind!r}: choose one of {', '.join(sorted(EXPLICIT_FORMS))}")
+    return EXPLICIT_FORMS[kind](q, k, **options)
