@@ -9,7 +9,7 @@ from .local_residual import LocalResidual
 from .softmax_attention import SoftmaxAttention
 from .token_mixer import TokenMixer
 
-# The words by which models name their attention. Kinds that are quadratic take SoftmaxAttention's options.
+# The words by which models name their attention.
 ATTENTIONS: dict[str, type[TokenMixer]] = {
     "inline": InLineAttention,
     "linear": LinearAttention,

@@ -17,15 +17,14 @@ def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
 class ConvEmbed(nn.Module):
     """A strided convolution and a LayerNorm: (batch, in_chans, H, W) to (batch, H / stride, W / stride, dim).
 
-    Patches that do not overlap (kernel = stride) are padded, so that no pixel is lost; overlapping ones bring their
-    own padding.
+    The map is padded to whole strides, so that no pixel is lost: the sizes above are rounded up.
 
     Args:
         in_chans: Channels of the map.
         dim: Channels of the tokens.
         kernel: Side of a patch.
         stride: Distance of patches.
-        padding: Border of zeros, for overlapping patches.
+        padding: Border of zeros around the map, for overlapping patches.
         norm: Whether a LayerNorm (eps 1e-5) follows.
     """
 
@@ -42,13 +41,13 @@ class ConvEmbed(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.multiple = stride if kernel == stride else 1
+        self.stride = stride
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding, device=device, dtype=dtype)
         self.norm = nn.LayerNorm(dim, device=device, dtype=dtype) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, in_chans, H, W) to (batch, H / stride, W / stride, dim)."""
-        return self.norm(self.proj(pad_to_multiple(x, self.multiple)).permute(0, 2, 3, 1))
+        return self.norm(self.proj(pad_to_multiple(x, self.stride)).permute(0, 2, 3, 1))
 
 
 class PatchMerging(nn.Module):
@@ -102,6 +101,8 @@ class PositionEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if interpolation not in ("bicubic", "bilinear"):
+            raise ValueError(f"unknown interpolation {interpolation!r}: choose bicubic or bilinear")
         self.grid = grid
         self.num_prefix_tokens = num_prefix_tokens
         self.interpolation = interpolation

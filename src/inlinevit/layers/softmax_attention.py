@@ -25,16 +25,16 @@ class SoftmaxAttention(TokenMixer):
         **options: Those of TokenMixer.
     """
 
-    quadratic = True
-
     def __init__(
         self, dim: int, num_heads: int, *, relative_window: int = 0, reduction: int = 1, **options: Any
     ) -> None:
         super().__init__(dim, num_heads, **options)
         if reduction > 1 and not isinstance(self.layout, WholeMap):
             raise ValueError(f"reduction={reduction} works on the whole map: leave out the layout, or use reduction=1")
-        factory = {"device": options.get("device"), "dtype": options.get("dtype")}
+        factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.relative_window = relative_window
+        if reduction > 1 and (relative_window > 0 or self.lepe is not None):
+            raise ValueError(f"reduction={reduction} works without lepe and relative_window: leave them out")
         self.relative_position_bias_table: nn.Parameter | None = None
         if relative_window > 0:
             table = torch.zeros((2 * relative_window - 1) ** 2, num_heads, **factory)
@@ -45,6 +45,8 @@ class SoftmaxAttention(TokenMixer):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, windows: Windows) -> Tensor:
         """See TokenMixer.mix. Neither padding nor tokens from beyond the seam of a shifted window are seen."""
         bias = self.relative_position_bias(windows)
+        if bias is not None and q.shape[2] != bias.shape[2]:
+            raise ValueError("prefix tokens have no relative position: use relative_window=0 where they are")
         hidden = hidden_pairs(windows, q.device)
         if hidden is not None:
             # (windows, heads or 1, tokens, tokens), for each image
@@ -75,6 +77,11 @@ class SoftmaxAttention(TokenMixer):
         table = self.relative_position_bias_table
         if table is None:
             return None
+        if max(windows.height, windows.width) > self.relative_window or windows.shares > 1:
+            raise ValueError(
+                f"relative_window={self.relative_window} does not hold the positions of windows of "
+                f"{windows.height}×{windows.width}: use square windows of at most this size"
+            )
         # A window smaller than the table's (a map smaller than the window) uses the middle of the table.
         rows = relative_positions(windows.height, table.device) + self.relative_window - 1
         columns = relative_positions(windows.width, table.device) + self.relative_window - 1

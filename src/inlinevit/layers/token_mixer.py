@@ -22,9 +22,6 @@ class TokenMixer(nn.Module):
         num_prefix_tokens: Tokens before the map (class tokens). By default as many as there are beyond H·W.
     """
 
-    # Whether the cost grows with the square of a window's tokens, so that models give this kind small windows.
-    quadratic = False
-
     def __init__(
         self,
         dim: int,
@@ -79,6 +76,8 @@ class TokenMixer(nn.Module):
             (batch, prefix + H·W, dim).
         """
         self.check_tokens(x, size)
+        if context is not None and context.shape != x.shape:
+            raise ValueError(f"context must be shaped as the tokens, {x.shape}, but it is {context.shape}")
         return self.proj_drop(self.proj(self.attend(x, size, x if context is None else context)))
 
     def attend(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
@@ -96,11 +95,16 @@ class TokenMixer(nn.Module):
                     f"windows of {windows.height}×{windows.width} do not cover the map of {size[0]}×{size[1]}, "
                     "and prefix tokens belong to no window: use the whole map, or no prefix tokens"
                 )
+            if self.num_heads % windows.shares != 0:
+                raise ValueError(
+                    f"{self.num_heads} heads cannot be shared between {windows.shares} kinds of windows: "
+                    "choose num_heads divisible by it"
+                )
             shares.append(self.attend_share(qkv, context, windows))
         return shares[0] if len(shares) == 1 else torch.cat(shares, dim=-1)
 
     def attend_share(self, qkv: Tensor, context: Tensor, windows: Windows) -> Tensor:
-        """Attention of one share of the heads: qkv (batch, tokens, 3, all heads, width) to (batch, tokens, channels)."""
+        """One share of the heads: qkv (batch, tokens, 3, all heads, width) to (batch, tokens, its channels)."""
         batch, tokens = qkv.shape[:2]
         heads = self.num_heads // windows.shares
         channels = heads * self.head_dim
@@ -132,12 +136,10 @@ class TokenMixer(nn.Module):
             raise ValueError(f"expected tokens of shape (batch, tokens, {self.dim}), but got {x.shape}")
         prefix = x.shape[1] - size[0] * size[1]
         if prefix < 0 or (self.num_prefix_tokens >= 0 and prefix != self.num_prefix_tokens):
-            expected = "prefix tokens before them" if self.num_prefix_tokens < 0 else (
-                f"{self.num_prefix_tokens} prefix tokens before them"
-            )
+            expected = "any number of" if self.num_prefix_tokens < 0 else str(self.num_prefix_tokens)
             raise ValueError(
-                f"{x.shape[1]} tokens do not match size={size}: that is {size[0] * size[1]} tokens of the map, "
-                f"and {expected}"
+                f"{x.shape[1]} tokens do not match size={size}: expected {expected} prefix tokens, "
+                f"then {size[0] * size[1]} tokens of the map"
             )
 
 
@@ -145,12 +147,14 @@ def window_means(x: Tensor, windows: Windows) -> Tensor:
     """The mean of each window's real tokens: (batch, tokens, channels) to (batch · windows, channels)."""
     if covers_map(windows):
         return x.mean(dim=1)
-    sums = cut_windows(x, windows).sum(dim=1)
+    # Padding is zero, so a window's mean over all places is too small by the share of real ones. No sum is formed: it
+    # might leave the range of float16.
+    means = cut_windows(x, windows).mean(dim=1)
     mask = window_mask(windows, x.device)
     if mask is None:
-        return sums / (windows.height * windows.width)
-    counts = mask.sum(dim=1).to(x.dtype)
-    return (sums.view(-1, mask.shape[0], x.shape[2]) / counts[:, None]).view(-1, x.shape[2])
+        return means
+    share = mask.to(x.dtype).mean(dim=1)
+    return (means.view(-1, mask.shape[0], x.shape[2]) / share[:, None]).view(-1, x.shape[2])
 
 
 def padding_mask(q: Tensor, windows: Windows) -> Tensor | None:

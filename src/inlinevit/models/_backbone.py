@@ -1,73 +1,15 @@
-"""What the four families share: stages of blocks, the contract of timm's models, attention by stage as words."""
+"""The contract of timm's models, kept once for all four families."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import global_pool_nlc, register_notrace_function, to_2tuple, trunc_normal_
-from timm.models import checkpoint
+from timm.layers import global_pool_nlc, register_notrace_function, trunc_normal_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..layers import ATTENTIONS, Block, PositionEmbedding, SquareWindows, TokenMixer, WholeMap
 from ._checkpoint import load_checkpoint
-
-# A stage's attention: a word for all its blocks, or words for its first blocks, of which the last word goes on.
-StageAttention = str | Sequence[str]
-
-
-def attention_by_stage(attention: str | Sequence[StageAttention], depths: Sequence[int]) -> list[list[str]]:
-    """Spell out the attention of every block.
-
-    Args:
-        attention: One word for the whole model, or an entry a stage: a word, or a tuple of words for the stage's
-            first blocks, the last of which goes on to the end: ("inline", "inline", ("inline", "softmax"), "softmax").
-        depths: Blocks of each stage.
-
-    Returns:
-        A list of words for each stage, a word for each block.
-    """
-    stages = [attention] * len(depths) if isinstance(attention, str) else list(attention)
-    if len(stages) != len(depths):
-        raise ValueError(f"attention names {len(stages)} stages, but the model has {len(depths)}: {attention!r}")
-    spelled = []
-    for words, depth in zip(stages, depths, strict=True):
-        first = [words] if isinstance(words, str) else list(words)
-        for word in first:
-            if word not in ATTENTIONS:
-                raise ValueError(f"unknown attention {word!r}: choose one of {', '.join(sorted(ATTENTIONS))}")
-        if not 1 <= len(first) <= depth:
-            raise ValueError(f"a stage of {depth} blocks takes 1 to {depth} attention words, not {len(first)}")
-        spelled.append(first + first[-1:] * (depth - len(first)))
-    return spelled
-
-
-def make_blocks(
-    make_attention: Callable[[type[TokenMixer], int], TokenMixer],
-    words: Sequence[str],
-    drop_paths: Sequence[float],
-    dim: int,
-    **options: Any,
-) -> list[Block]:
-    """The blocks of a stage.
-
-    Args:
-        make_attention: From the kind of attention and the block's place in its stage to the attention.
-        words: The attention of each block.
-        drop_paths: Stochastic depth of each block.
-        dim: Channels.
-        **options: Those of Block.
-    """
-    return [
-        Block(make_attention(ATTENTIONS[word], i), dim, drop_path=drop_path, **options)
-        for i, (word, drop_path) in enumerate(zip(words, drop_paths, strict=True))
-    ]
-
-
-def square_windows(window_size: int | None, block: int) -> nn.Module:
-    """Windows that shift in every second block, or the whole map if no size is given."""
-    return WholeMap() if window_size is None else SquareWindows(window_size, shifted=block % 2 == 1)
+from ._stage import Stage, grid_of, tokens_to_map
 
 
 @register_notrace_function
@@ -80,76 +22,9 @@ def as_image(x: Tensor, in_chans: int) -> Tensor:
     return x
 
 
-class Stage(nn.Module):
-    """An embedding of the map before, and blocks that keep its size.
-
-    Args:
-        embed: (batch, channels, H', W') to (batch, H, W, dim).
-        blocks: The blocks.
-        positions: Learned positions, if the stage has any.
-        class_token: Whether a learned token goes before the map.
-    """
-
-    def __init__(
-        self,
-        embed: nn.Module,
-        blocks: Sequence[nn.Module],
-        *,
-        dim: int,
-        positions: PositionEmbedding | None = None,
-        class_token: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_prefix_tokens = 1 if class_token else 0
-        self.grad_checkpointing = False
-        self.embed = embed
-        self.class_token = nn.Parameter(torch.zeros(1, 1, dim, device=device, dtype=dtype)) if class_token else None
-        self.positions = positions
-        self.blocks = nn.ModuleList(blocks)
-
-    def embed_tokens(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """The tokens before the first block, (batch, prefix + H·W, dim), and (H, W)."""
-        x = self.embed(x)
-        batch, height, width, dim = x.shape
-        x = x.reshape(batch, height * width, dim)
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(batch, -1, -1), x], dim=1)
-        if self.positions is not None:
-            x = self.positions(x, (height, width))
-        return x, (height, width)
-
-    def forward_tokens(
-        self, x: Tensor, take: list[int], last: int | None = None
-    ) -> tuple[Tensor, tuple[int, int], list[Tensor]]:
-        """Run the blocks, all of them or up to the last one asked for.
-
-        Returns:
-            Tokens (batch, prefix + H·W, dim), (H, W), and the tokens after each block to take.
-        """
-        x, size = self.embed_tokens(x)
-        taken: list[Tensor] = []
-        for i, block in enumerate(self.blocks):
-            # No break: TorchScript unrolls this loop.
-            if last is None or i <= last:
-                if self.grad_checkpointing and not torch.jit.is_scripting():
-                    x = checkpoint(block, x, size)
-                else:
-                    x = block(x, size)
-                if i in take:
-                    taken.append(x)
-        return x, size, taken
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, H', W') to (batch, dim, H, W), or with a class token to (batch, 1 + H·W, dim)."""
-        x, size, _ = self.forward_tokens(x, [])
-        return x if self.num_prefix_tokens > 0 else tokens_to_map(x, size, 0)
-
-
-def tokens_to_map(x: Tensor, size: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-    """(batch, prefix + H·W, dim) to (batch, dim, H, W); a view."""
-    return x[:, num_prefix_tokens:].unflatten(1, size).permute(0, 3, 1, 2)
+def make_head(dim: int, num_classes: int, **factory: Any) -> nn.Module:
+    """A classifier, or nothing for 0 classes."""
+    return nn.Linear(dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
 
 
 class Backbone(nn.Module):
@@ -169,6 +44,8 @@ class Backbone(nn.Module):
     # From published names to ours: (regular expression, replacement), all applied in turn. Several published parameters
     # may be parts of one of ours; their names then end in #0, #1, ….
     published_names: tuple[tuple[str, str], ...] = ()
+    # The levels that `features_only=True` gives if none are named.
+    default_out_indices: int | tuple[int, ...] = (0, 1, 2, 3)
 
     def __init__(
         self,
@@ -195,12 +72,18 @@ class Backbone(nn.Module):
             {"num_chs": dim, "reduction": reduction, "module": f"stages.{i}"}
             for i, (dim, reduction) in enumerate(zip(dims, reductions, strict=True))
         ]
+        self.reductions = list(reductions)
         self.stages = nn.Sequential(*stages)
         self.norm = norm
         self.head_drop = nn.Dropout(drop_rate)
         self.global_pool = self._check_pool(global_pool)
-        self.head = nn.Linear(dims[-1], num_classes, device=device, dtype=dtype) if num_classes > 0 else nn.Identity()
+        self.head = make_head(dims[-1], num_classes, device=device, dtype=dtype)
         self.init_weights()
+
+    @torch.jit.ignore
+    def stage_list(self) -> list[Stage]:
+        """The stages, from fine to coarse."""
+        return cast(list[Stage], list(self.stages))
 
     @torch.jit.ignore
     def init_weights(self) -> None:
@@ -242,16 +125,15 @@ class Backbone(nn.Module):
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in the backward pass instead of keeping their activations."""
-        for stage in self.stages:
+        for stage in self.stage_list():
             stage.grad_checkpointing = enable
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Keep learned positions for another input size from now on. Inputs of any size work without this, too."""
-        height, width = to_2tuple(img_size)
-        for stage, info in zip(self.stages, self.feature_info, strict=True):
+        for stage, reduction in zip(self.stage_list(), self.reductions, strict=True):
             if stage.positions is not None:
-                stage.positions.set_grid(grid_of((height, width), info["reduction"]))
+                stage.positions.set_grid(grid_of(img_size, reduction))
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
@@ -265,8 +147,8 @@ class Backbone(nn.Module):
         if global_pool is not None:
             self.global_pool = self._check_pool(global_pool)
         like = next(self.parameters())
-        head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-        self.head = (head if num_classes > 0 else nn.Identity()).train(self.training)
+        self.head = make_head(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+        self.head.train(self.training)
 
     def _check_pool(self, global_pool: str) -> str:
         known = ("avg", "token", "") if self.num_prefix_tokens > 0 else ("avg", "")
@@ -279,7 +161,7 @@ class Backbone(nn.Module):
         return self.norm(x) if self.num_prefix_tokens > 0 else self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images (batch, in_chans, H, W) to the last map (batch, dim, H', W'), or to tokens if there is a class token."""
+        """Images (batch, in_chans, H, W) to the last map (batch, dim, H', W'), or with a class token to its tokens."""
         return self.normalize(self.stages(as_image(x, self.in_chans)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -328,12 +210,12 @@ class Backbone(nn.Module):
 
     @torch.jit.ignore
     def forward_levels(self, x: Tensor, take: list[int], last: int | None, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Features and the maps to take, (batch, dim, H, W); nothing is computed after the last level, if one is given."""
+        """Features and the maps to take, (batch, dim, H, W); levels after `last` are left out."""
         maps = []
-        stages = self.stages if last is None else self.stages[: last + 1]
-        for i, stage in enumerate(stages):
+        stages = self.stage_list()
+        for i, stage in enumerate(stages if last is None else stages[: last + 1]):
             tokens, size, _ = stage.forward_tokens(x, [])
-            normed = self.norm(tokens) if i == len(self.stages) - 1 else tokens
+            normed = self.norm(tokens) if i == len(stages) - 1 else tokens
             if i in take:
                 maps.append(tokens_to_map(normed if norm else tokens, size, stage.num_prefix_tokens))
             x = normed if stage.num_prefix_tokens > 0 else tokens_to_map(normed, size, 0)
@@ -357,36 +239,3 @@ class Backbone(nn.Module):
         if prune_head:
             self.reset_classifier(0, "")
         return take
-
-
-def grid_of(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
-    """(H, W) of the map on which a token stands for reduction × reduction pixels."""
-    return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
-
-
-def default_cfg(name: str = "", file_id: str = "", size: int = 224, **overrides: Any) -> dict[str, Any]:
-    """What timm wants to know of a model's weights and data.
-
-    Args:
-        name: The model's name, which the downloaded file gets.
-        file_id: Where the published weights lie; "" if there are none.
-        size: Side of the images that the model is made for.
-        **overrides: Entries that differ.
-    """
-    return {
-        "url": (f"https://cloud.tsinghua.edu.cn/f/{file_id}/?dl=1", f"{name}.pth") if file_id else None,
-        # Our own loader, which refuses files that could run code.
-        "custom_load": True,
-        "num_classes": 1000,
-        "input_size": (3, size, size),
-        "pool_size": (size // 32, size // 32),
-        "crop_pct": 1.0 if size == 384 else 224 / 256,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "stages.0.embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        "paper_ids": "arXiv:2412.06590",
-        **overrides,
-    }

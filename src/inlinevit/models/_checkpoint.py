@@ -1,121 +1,139 @@
-"""Weights from files: published ones and our own, read without running any code that a file may hold."""
+"""Weights into models: published names to ours, other sizes to the model's, and nothing that does not belong."""
 
-import pickle
 import re
-from collections import OrderedDict
+import warnings
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table_simple
-from timm.models import adapt_input_conv, clean_state_dict
+from timm.layers import resize_rel_pos_bias_table_simple
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-# Where checkpoints keep their weights: averaged ones first, then plain ones.
-WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Published files carry their configuration as an object of this class. It is read as a plain dictionary.
-CONFIG_CLASS = "yacs.config.CfgNode"
-NAMES_SHOWN = 4
+from ..layers import PositionEmbedding
+from ..layers.embed import resize_positions
+from ._weight_files import WRAPPERS, read_state_dict, shorten
+
+# Buffers of published files, which our models compute.
+IGNORED_BUFFERS = ("relative_position_index", "attn_mask")
+FIRST_CONV = "stages.0.embed.proj.weight"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMES_SHOWN = 3
 
 
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     """Load published weights (.pth) or our own (.safetensors, .pth) into a model.
 
-    Position embeddings and relative position tables are resized, the first convolution is adapted to the model's
-    channels, and a head of another width is left out, so that the model keeps the head it has.
+    Position embeddings and relative position tables are resized and the first convolution is adapted to the model's
+    channels. A head for another number of classes is left out, so that the model keeps the head it has; a model without
+    a head takes what it needs up to its last level.
 
     Args:
-        model: A model of this library, or what `features_only=True` makes of it.
+        model: A model of this library, or what `features_only=True`, DistributedDataParallel or torch.compile make of
+            it.
         path: The file. It is refused if it holds anything but tensors, plain containers and the published config class.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is no checkpoint, is not safe, or belongs to another model; the model is left as it was.
     """
-    model = backbone_of(model)
-    state_dict = adapt_state_dict(read_state_dict(path), model)
-    if "head.weight" not in state_dict and model.num_classes > 0:
-        state_dict["head.weight"], state_dict["head.bias"] = model.head.weight.detach(), model.head.bias.detach()
-    own = model.state_dict()
-    missing = [name for name in own if name not in state_dict]
-    unexpected = [name for name in state_dict if name not in own]
-    reshaped = [
-        f"{name} {tuple(state_dict[name].shape)} for {tuple(own[name].shape)}"
-        for name in own
-        if name in state_dict and state_dict[name].shape != own[name].shape
-    ]
-    if missing or unexpected or reshaped:
+    backbone = backbone_of(model)
+    state_dict = _adapt_channels(adapt_state_dict(read_state_dict(path), backbone), backbone)
+    left_out = _left_out(state_dict, backbone)
+    loaded = {name: value for name, value in state_dict.items() if name not in left_out}
+    own = {name: value for name, value in backbone.state_dict().items() if name not in left_out}
+    problem = _mismatch(loaded, own)
+    if problem:
         raise ValueError(
-            f"{path} does not hold the weights of this model ({type(model).__name__}): "
-            f"{_first_few('missing', missing)}; {_first_few('unexpected', unexpected)}; "
-            f"{_first_few('of another shape', reshaped)}. Choose the model that the file was made for."
+            f"{path} does not hold the weights of this model ({type(backbone).__name__}): {problem}. "
+            "Choose the model that the file was made for."
         )
-    model.load_state_dict(state_dict)
+    # Not strict, because a head that is left out is missing.
+    backbone.load_state_dict(loaded, strict=False)
 
 
 def backbone_of(model: nn.Module) -> Any:
-    """The model itself, out of the wrapper that `features_only=True` puts around it."""
-    inner = model if hasattr(model, "published_names") else getattr(model, "model", None)
-    if inner is None or not hasattr(inner, "published_names"):
+    """The model itself, out of its wrappers."""
+    # On the class: a compiled model answers for the one within, but its parameters have other names.
+    if hasattr(type(model), "published_names"):
+        return model
+    inner = next((child for name, child in model.named_children() if name in WRAPPERS), None)
+    if inner is None:
         raise ValueError(f"load_checkpoint takes the models of this library, not {type(model).__name__}")
-    return inner
+    return backbone_of(inner)
 
 
-def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """The weights in a file, under the names they have there."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    if path.suffix == ".safetensors":
-        try:
-            return safetensors.torch.load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch it again") from error
-    try:
-        with torch.serialization.safe_globals([(OrderedDict, CONFIG_CLASS)]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} was refused, since it is no plain checkpoint: only tensors, plain containers and {CONFIG_CLASS} "
-            f"are read, because anything else could run code. {_reason(error)}"
-        ) from error
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError, IndexError) as error:
-        raise ValueError(f"{path} is not a whole checkpoint ({_reason(error)}): fetch it again") from error
-    return _find_weights(content, path)
+def _adapt_channels(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """A first convolution for three channels, adapted to those of the model's images as timm does it."""
+    weight = state_dict.get(FIRST_CONV)
+    if weight is None or weight.dim() != 4 or weight.shape[1] != 3:
+        return state_dict
+    return {**state_dict, FIRST_CONV: adapt_input_conv(model.in_chans, weight)}
 
 
-def _find_weights(content: Any, path: Path) -> dict[str, Tensor]:
-    """The dictionary of tensors in a checkpoint."""
-    if isinstance(content, dict):
-        content = next((content[key] for key in WEIGHT_KEYS if content.get(key)), content)
-    if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} holds no weights: expected tensors by name, alone or under {', '.join(WEIGHT_KEYS)}")
-    return clean_state_dict(content)
+def _left_out(state_dict: dict[str, Tensor], model: Any) -> set[str]:
+    """Weights that the model has no use for: a head for other classes or, without a head, what follows its levels."""
+    if model.num_classes > 0:
+        head: set[str] = {name for name in ("head.weight", "head.bias") if name in state_dict}
+        classes = {tuple(state_dict[name].shape[:1]) for name in head}
+        return set() if (model.num_classes,) in classes else head
+    return {name for name in state_dict if _follows_levels(name, model)}
 
 
-def _reason(error: Exception) -> str:
-    """The first sentence of an error."""
-    return str(error).strip().split("\n")[0].split(". ")[0].strip()
+def _follows_levels(name: str, model: Any) -> bool:
+    """Whether a weight is of a head, or of a norm or a level that the model lacks."""
+    # A level is called stages.2 or stages.0.blocks.2.
+    levels = model.feature_info[0]["module"].rpartition(".")[0]
+    level = re.match(rf"{re.escape(levels)}\.(\d+)\.", name)
+    return (
+        name.startswith("head.")
+        or (name.startswith("norm.") and isinstance(model.norm, nn.Identity))
+        or (level is not None and int(level[1]) >= len(model.feature_info))
+    )
+
+
+def _mismatch(state_dict: dict[str, Tensor], own: dict[str, Tensor]) -> str:
+    """In what weights differ from those of a model; "" if in nothing but their values and precision."""
+    differences = {
+        "missing": [name for name in own if name not in state_dict],
+        "unexpected": [name for name in state_dict if name not in own],
+        "of another shape or type": [
+            f"{name} {_describe(state_dict[name])} for {_describe(value)}"
+            for name, value in own.items()
+            if name in state_dict and (state_dict[name].shape != value.shape or state_dict[name].dtype not in FLOATS)
+        ],
+    }
+    if not any(differences.values()):
+        return ""
+    return "; ".join(_first_few(what, names) for what, names in differences.items())
+
+
+def _describe(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def _first_few(what: str, names: list[str]) -> str:
-    shown = ", ".join(names[:NAMES_SHOWN])
+    shown = ", ".join(shorten(name) for name in names[:NAMES_SHOWN])
     return f"{len(names)} {what}" + (f" ({shown}{', …' if len(names) > NAMES_SHOWN else ''})" if names else "")
 
 
 def adapt_state_dict(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Weights under the model's names and, where only the input size or the channels differ, in its shapes."""
-    if not any(name.startswith("stages.") for name in state_dict):
+    """Weights under the model's names and, where only the input size differs, in its shapes.
+
+    This is the filter that timm's loading calls for. timm itself sees to the head and to the first convolution.
+    """
+    published = not any(name.startswith("stages.") for name in state_dict)
+    if published:
         state_dict = rename(state_dict, model)
     own = model.state_dict()
     adapted = {}
     for name, value in state_dict.items():
-        if name.startswith("head.") and (name not in own or own[name].shape != value.shape):
-            continue
-        if name in own and own[name].shape != value.shape:
-            value = _adapt(name, value, own[name], model)
+        if name in own and name.endswith("positions.table"):
+            positions = model.get_submodule(name.removesuffix(".table"))
+            value = _fit_positions(value, positions, square=published)
+        elif name in own and name.endswith("relative_position_bias_table"):
+            value = _fit_relative_positions(value, own[name])
         adapted[name] = value
     return adapted
 
@@ -124,35 +142,64 @@ def rename(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """Published names to the model's own; parts of what is one parameter here are joined, buffers dropped."""
     renamed: dict[str, dict[int, Tensor]] = {}
     for published, value in state_dict.items():
-        if published.endswith(("relative_position_index", "attn_mask")):
+        if published.endswith(IGNORED_BUFFERS):
             continue
-        name, _, part = _own_name(published, model.published_names).partition("#")
-        renamed.setdefault(name, {})[int(part or 0)] = value
-    return {name: torch.cat([parts[i] for i in sorted(parts)]) for name, parts in renamed.items()}
+        name, part = _own_name(published, model.published_names)
+        parts = renamed.setdefault(name, {})
+        if part in parts:
+            raise ValueError(f"the weights hold {shorten(name)} twice, once under the name {shorten(published)}")
+        parts[part] = value
+    return {name: _join(name, [parts[i] for i in sorted(parts)]) for name, parts in renamed.items()}
 
 
-def _own_name(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+def _own_name(name: str, rules: tuple[tuple[str, str], ...]) -> tuple[str, int]:
+    """The model's name for a published parameter, and which part of the model's parameter it is."""
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
-    return name
+    part = re.search(r"#(\d)$", name)
+    return (name[: part.start()], int(part[1])) if part else (name, 0)
 
 
-def _adapt(name: str, value: Tensor, own: Tensor, model: Any) -> Tensor:
-    """A parameter made for another input size or other channels, in the shape of the model's own."""
-    if name.endswith("positions.table") and value.shape[2] == own.shape[2]:
-        positions = model.get_submodule(name.removesuffix(".table"))
-        old = round((value.shape[1] - positions.num_prefix_tokens) ** 0.5)
-        if positions.num_prefix_tokens + old**2 == value.shape[1]:
-            return resample_abs_pos_embed(
-                value,
-                list(positions.grid),
-                [old, old],
-                num_prefix_tokens=positions.num_prefix_tokens,
-                interpolation=positions.interpolation,
-            )
-    if name.endswith("relative_position_bias_table") and value.shape[1] == own.shape[1]:
-        window = (round(own.shape[0] ** 0.5) + 1) // 2
-        return resize_rel_pos_bias_table_simple(value, (window, window), tuple(own.shape))
-    if name == model.pretrained_cfg["first_conv"] + ".weight" and value.shape[0] == own.shape[0]:
-        return adapt_input_conv(model.in_chans, value)
-    return value
+def _join(name: str, parts: list[Tensor]) -> Tensor:
+    """The parts of a parameter as one, along the first dimension."""
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.dim() == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
+        raise ValueError(f"the parts of {shorten(name)} do not fit together: {', '.join(map(_describe, parts))}")
+    return torch.cat(parts)
+
+
+def _fit_positions(table: Tensor, positions: PositionEmbedding, *, square: bool) -> Tensor:
+    """Position embeddings (1, prefix + H·W, dim), resized to the model's grid if they are of another.
+
+    Args:
+        table: The embeddings in the file.
+        positions: The model's.
+        square: Whether the file's grid is known to be square, as published ones are. Where it is not known, as many
+            positions as the model has are taken to be of its grid, and others to be of a square.
+    """
+    height, width = positions.grid
+    count = table.shape[1] - positions.num_prefix_tokens if table.dim() == 3 else 0
+    side = isqrt(max(count, 0))
+    # No square: it is of the model's grid, or the wrong shape is reported with those of other parameters.
+    if side == 0 or side**2 != count or table.shape[::2] != positions.table.shape[::2]:
+        return table
+    if count == height * width and height != width and not square:
+        warnings.warn(
+            f"the file does not say whether its {count} positions are of a grid of {height} × {width}, as the model's, "
+            f"or {side} × {side}: the former is assumed",
+            stacklevel=2,
+        )
+        return table
+    return resize_positions(table, (side, side), positions.grid, positions.num_prefix_tokens, positions.interpolation)
+
+
+def _fit_relative_positions(table: Tensor, own: Tensor) -> Tensor:
+    """A table of relative positions ((2·window - 1)², heads), resized to the model's window."""
+    if table.shape == own.shape or table.dim() != 2 or table.shape[1] != own.shape[1]:
+        return table
+    # No square: the wrong shape is reported with those of other parameters.
+    if table.shape[0] == 0 or isqrt(table.shape[0]) ** 2 != table.shape[0]:
+        return table
+    window = (isqrt(own.shape[0]) + 1) // 2
+    return resize_rel_pos_bias_table_simple(table, (window, window), tuple(own.shape))

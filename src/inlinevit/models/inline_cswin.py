@@ -2,17 +2,17 @@
 ones; and the softmax CSWin that it is compared with."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.layers import to_2tuple
+from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..layers import ConvEmbed, CrossStripes, TokenMixer, WholeMap
-from ._backbone import Backbone, Stage, StageAttention, attention_by_stage, default_cfg, make_blocks
-from ._checkpoint import adapt_state_dict
+from ..layers import ConvEmbed, CrossStripes, SoftmaxAttention, TokenMixer, WholeMap
+from ._backbone import Backbone
+from ._registry import create, default_cfg
+from ._stage import StageAttention, make_stages
 
 __all__ = ["InLineCSWin"]
 
@@ -75,31 +75,34 @@ class InLineCSWin(Backbone):
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         coarse = max(7, min(to_2tuple(img_size)) // 32)
-        split_sizes = split_sizes or (1, 2, coarse, coarse)
-        words = attention_by_stage(attention, depths)
-        drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        stripes = split_sizes or (1, 2, coarse, coarse)
         dims = [embed_dim * 2**i for i in range(len(depths))]
-        stages = []
-        for i, dim in enumerate(dims):
-            embed = (
-                ConvEmbed(dims[i - 1], dim, kernel=3, stride=2, padding=1, **factory)
-                if i > 0
-                else ConvEmbed(in_chans, dim, kernel=7, stride=4, padding=2, **factory)
-            )
-            make_attention = partial(
-                _make_attention,
-                stripe_width=window_size,
-                softmax_stripe_width=split_sizes[i] if i < len(depths) - 1 else None,
-                dim=dim,
-                num_heads=num_heads[i],
-                qkv_bias=qkv_bias,
-                proj_drop=proj_drop_rate,
-                **factory,
-            )
-            options = {"mlp_ratio": mlp_ratio, "proj_drop": proj_drop_rate, "context_before_norm": True, **factory}
-            stages.append(
-                Stage(embed, make_blocks(make_attention, words[i], drop_paths[i], dim, **options), dim=dim, **factory)
-            )
+        options = {"lepe": True, "qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
+
+        def make_embed(stage: int) -> nn.Module:
+            if stage == 0:
+                return ConvEmbed(in_chans, embed_dim, kernel=7, stride=4, padding=2, **factory)
+            return ConvEmbed(dims[stage - 1], dims[stage], kernel=3, stride=2, padding=1, **factory)
+
+        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+            width = window_size
+            if issubclass(kind, SoftmaxAttention):
+                width = stripes[stage] if stage < len(depths) - 1 else None
+            layout = WholeMap() if width is None else CrossStripes(width)
+            return kind(dims[stage], num_heads[stage], layout=layout, **options)
+
+        stages = make_stages(
+            make_embed,
+            make_attention,
+            dims=dims,
+            depths=depths,
+            attention=attention,
+            mlp_ratios=[mlp_ratio] * len(depths),
+            proj_drop_rate=proj_drop_rate,
+            drop_path_rate=drop_path_rate,
+            context_before_norm=True,
+            **factory,
+        )
         super().__init__(
             stages,
             nn.LayerNorm(dims[-1], **factory),
@@ -111,15 +114,6 @@ class InLineCSWin(Backbone):
             drop_rate=drop_rate,
             **factory,
         )
-
-
-def _make_attention(
-    kind: type[TokenMixer], block: int, *, stripe_width: int | None, softmax_stripe_width: int | None, **options: Any
-) -> TokenMixer:
-    """Softmax and the others each in stripes of their own width, or over the whole map."""
-    width = softmax_stripe_width if kind.quadratic else stripe_width
-    layout = WholeMap() if width is None else CrossStripes(width)
-    return kind(layout=layout, lepe=True, num_prefix_tokens=0, **options)
 
 
 default_cfgs = generate_default_cfgs(
@@ -135,17 +129,6 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> InLineCSWin:
-    return build_model_with_cfg(
-        InLineCSWin,
-        variant,
-        pretrained,
-        pretrained_filter_fn=adapt_state_dict,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
 INLINE = {"attention": ("inline", "inline", "softmax", "softmax")}
 BASE = {"embed_dim": 96, "num_heads": (4, 8, 16, 32)}
 
@@ -153,41 +136,43 @@ BASE = {"embed_dim": 96, "num_heads": (4, 8, 16, 32)}
 @register_model
 def inline_cswin_tiny(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
     """InLine-CSWin-T, 20.6 M parameters."""
-    return _create("inline_cswin_tiny", pretrained, **{"depths": (2, 4, 18, 1), **INLINE, **kwargs})
+    return create(InLineCSWin, "inline_cswin_tiny", pretrained, {"depths": (2, 4, 18, 1), **INLINE}, kwargs)
 
 
 @register_model
 def inline_cswin_small(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
     """InLine-CSWin-S, 33.0 M parameters."""
-    return _create("inline_cswin_small", pretrained, **{"depths": (3, 6, 29, 2), **INLINE, **kwargs})
+    return create(InLineCSWin, "inline_cswin_small", pretrained, {"depths": (3, 6, 29, 2), **INLINE}, kwargs)
 
 
 @register_model
 def inline_cswin_base(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
     """InLine-CSWin-B, 73.4 M parameters."""
-    return _create("inline_cswin_base", pretrained, **{"depths": (3, 6, 29, 2), **BASE, **INLINE, **kwargs})
+    return create(InLineCSWin, "inline_cswin_base", pretrained, {"depths": (3, 6, 29, 2), **BASE, **INLINE}, kwargs)
 
 
 @register_model
 def inline_cswin_base_384(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
     """InLine-CSWin-B at 384², 73.4 M parameters."""
     model_args = {"img_size": 384, "depths": (3, 6, 29, 2), **BASE, **INLINE}
-    return _create("inline_cswin_base_384", pretrained, **{**model_args, **kwargs})
+    return create(InLineCSWin, "inline_cswin_base_384", pretrained, model_args, kwargs)
 
 
 @register_model
 def cswin_tiny(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
     """Softmax CSWin-T, 23 M parameters."""
-    return _create("cswin_tiny", pretrained, **{"depths": (1, 2, 21, 1), "attention": "softmax", **kwargs})
+    return create(InLineCSWin, "cswin_tiny", pretrained, {"depths": (1, 2, 21, 1), "attention": "softmax"}, kwargs)
 
 
 @register_model
 def cswin_small(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
     """Softmax CSWin-S, 35 M parameters."""
-    return _create("cswin_small", pretrained, **{"depths": (2, 4, 32, 2), "attention": "softmax", **kwargs})
+    return create(InLineCSWin, "cswin_small", pretrained, {"depths": (2, 4, 32, 2), "attention": "softmax"}, kwargs)
 
 
 @register_model
 def cswin_base(pretrained: bool = False, **kwargs: Any) -> InLineCSWin:
     """Softmax CSWin-B, 78 M parameters."""
-    return _create("cswin_base", pretrained, **{"depths": (2, 4, 32, 2), **BASE, "attention": "softmax", **kwargs})
+    return create(
+        InLineCSWin, "cswin_base", pretrained, {"depths": (2, 4, 32, 2), **BASE, "attention": "softmax"}, kwargs
+    )

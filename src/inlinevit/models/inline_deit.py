@@ -1,26 +1,15 @@
 """InLine-DeiT: a plain vision transformer with a class token, all tokens in one window."""
 
-from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..layers import ConvEmbed, PositionEmbedding, TokenMixer
-from ._backbone import (
-    Backbone,
-    Stage,
-    StageAttention,
-    attention_by_stage,
-    default_cfg,
-    grid_of,
-    make_blocks,
-    square_windows,
-    tokens_to_map,
-)
-from ._checkpoint import adapt_state_dict
+from ..layers import ConvEmbed, PositionEmbedding, SoftmaxAttention, TokenMixer
+from ._backbone import Backbone
+from ._registry import create, default_cfg
+from ._stage import StageAttention, grid_of, make_stages, square_windows, tokens_to_map
 
 __all__ = ["InLineDeiT"]
 
@@ -56,6 +45,8 @@ class InLineDeiT(Backbone):
         (r"\.residual\.2\.", ".local_residual.fc2."),
     )
 
+    default_out_indices = 3
+
     def __init__(
         self,
         *,
@@ -83,37 +74,37 @@ class InLineDeiT(Backbone):
         if window_size is not None and class_token:
             raise ValueError("windows leave no place for a class token: use class_token=False and global_pool='avg'")
 
-        make_attention = partial(
-            _make_attention,
-            window_size=window_size,
-            dim=embed_dim,
-            num_heads=num_heads,
-            qkv_bias=qkv_bias,
-            proj_drop=proj_drop_rate,
-            num_prefix_tokens=prefix,
-            **factory,
-        )
-        stage = Stage(
-            ConvEmbed(in_chans, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory),
-            make_blocks(
-                make_attention,
-                attention_by_stage([attention], [depth])[0],
-                calculate_drop_path_rates(drop_path_rate, depth),
+        def make_embed(stage: int) -> nn.Module:
+            return ConvEmbed(in_chans, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory)
+
+        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+            return kind(
                 embed_dim,
-                mlp_ratio=mlp_ratio,
+                num_heads,
+                layout=square_windows(None if issubclass(kind, SoftmaxAttention) else window_size, block),
+                qkv_bias=qkv_bias,
                 proj_drop=proj_drop_rate,
-                norm_eps=1e-6,
+                num_prefix_tokens=prefix,
                 **factory,
-            ),
-            dim=embed_dim,
-            positions=PositionEmbedding(
-                embed_dim, grid_of(to_2tuple(img_size), patch_size), num_prefix_tokens=prefix, **factory
-            ),
+            )
+
+        grid = grid_of(img_size, patch_size)
+        stages = make_stages(
+            make_embed,
+            make_attention,
+            dims=[embed_dim],
+            depths=[depth],
+            attention=[attention],
+            mlp_ratios=[mlp_ratio],
+            proj_drop_rate=proj_drop_rate,
+            drop_path_rate=drop_path_rate,
+            norm_eps=1e-6,
+            positions=[PositionEmbedding(embed_dim, grid, num_prefix_tokens=prefix, **factory)],
             class_token=class_token,
             **factory,
         )
         super().__init__(
-            [stage],
+            stages,
             nn.LayerNorm(embed_dim, eps=1e-6, **factory),
             dims=[embed_dim],
             reductions=[patch_size],
@@ -131,19 +122,15 @@ class InLineDeiT(Backbone):
     @torch.jit.ignore
     def forward_levels(self, x: Tensor, take: list[int], last: int | None, norm: bool) -> tuple[Tensor, list[Tensor]]:
         """See Backbone.forward_levels; the levels are blocks."""
-        x, size, taken = self.stages[0].forward_tokens(x, take, last)
+        x, size, taken = self.stage_list()[0].forward_tokens(x, take, last)
         maps = [tokens_to_map(self.norm(level) if norm else level, size, self.num_prefix_tokens) for level in taken]
         return self.normalize(x if self.num_prefix_tokens > 0 else tokens_to_map(x, size, 0)), maps
 
     @torch.jit.ignore
     def keep_levels(self, count: int) -> None:
         """See Backbone.keep_levels; the levels are blocks."""
-        self.stages[0].blocks = self.stages[0].blocks[:count]
-
-
-def _make_attention(kind: type[TokenMixer], block: int, *, window_size: int | None, **options: Any) -> TokenMixer:
-    """Softmax sees all tokens; so do the others, unless they are given windows."""
-    return kind(layout=square_windows(None if kind.quadratic else window_size, block), **options)
+        stage = self.stage_list()[0]
+        stage.blocks = stage.blocks[:count]
 
 
 default_cfgs = generate_default_cfgs(
@@ -155,30 +142,21 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> InLineDeiT:
-    return build_model_with_cfg(
-        InLineDeiT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=adapt_state_dict,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
 @register_model
 def inline_deit_tiny(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
     """InLine-DeiT-T, 224², 6.5 M parameters."""
-    return _create("inline_deit_tiny", pretrained, **{"embed_dim": 192, "num_heads": 6, **kwargs})
+    return create(InLineDeiT, "inline_deit_tiny", pretrained, {"embed_dim": 192, "num_heads": 6}, kwargs)
 
 
 @register_model
 def inline_deit_small(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
     """InLine-DeiT-S, 288², 16.7 M parameters."""
-    return _create("inline_deit_small", pretrained, **{"img_size": 288, "embed_dim": 320, "num_heads": 10, **kwargs})
+    model_args = {"img_size": 288, "embed_dim": 320, "num_heads": 10}
+    return create(InLineDeiT, "inline_deit_small", pretrained, model_args, kwargs)
 
 
 @register_model
 def inline_deit_base(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
     """InLine-DeiT-B, 448², 23.8 M parameters."""
-    return _create("inline_deit_base", pretrained, **{"img_size": 448, "embed_dim": 384, "num_heads": 12, **kwargs})
+    model_args = {"img_size": 448, "embed_dim": 384, "num_heads": 12}
+    return create(InLineDeiT, "inline_deit_base", pretrained, model_args, kwargs)

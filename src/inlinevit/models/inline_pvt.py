@@ -1,26 +1,16 @@
 """InLine-PVT: four stages, learned positions in each; and the softmax PVT (version 1) that it is compared with."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..layers import ConvEmbed, PositionEmbedding, TokenMixer
-from ._backbone import (
-    Backbone,
-    Stage,
-    StageAttention,
-    attention_by_stage,
-    default_cfg,
-    grid_of,
-    make_blocks,
-    square_windows,
-)
-from ._checkpoint import adapt_state_dict
+from ..layers import ConvEmbed, PositionEmbedding, SoftmaxAttention, TokenMixer
+from ._backbone import Backbone
+from ._registry import create, default_cfg
+from ._stage import StageAttention, grid_of, make_stages, square_windows
 
 __all__ = ["InLinePVT"]
 
@@ -87,50 +77,53 @@ class InLinePVT(Backbone):
         dtype: torch.dtype | None = None,
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        words = attention_by_stage(attention, depths)
-        drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         reductions = [4 * 2**i for i in range(len(depths))]
-        stages = []
-        for i, dim in enumerate(embed_dims):
-            prefix = 1 if class_token and i == len(depths) - 1 else 0
-            make_attention = partial(
-                _make_attention,
-                stage=i,
-                sr_ratio=sr_ratios[i] if sr_ratios is not None else None,
-                window_size=window_size,
-                dim=dim,
-                num_heads=num_heads[i],
-                qkv_bias=qkv_bias,
-                proj_drop=proj_drop_rate,
-                num_prefix_tokens=prefix,
-                **factory,
-            )
-            patch = 4 if i == 0 else 2
-            stages.append(
-                Stage(
-                    ConvEmbed(embed_dims[i - 1] if i else in_chans, dim, kernel=patch, stride=patch, **factory),
-                    make_blocks(
-                        make_attention,
-                        words[i],
-                        drop_paths[i],
-                        dim,
-                        mlp_ratio=mlp_ratios[i],
-                        proj_drop=proj_drop_rate,
-                        norm_eps=1e-6,
-                        **factory,
-                    ),
-                    dim=dim,
-                    positions=PositionEmbedding(
-                        dim,
-                        grid_of(to_2tuple(img_size), reductions[i]),
-                        num_prefix_tokens=prefix,
-                        interpolation="bilinear",
-                        **factory,
-                    ),
-                    class_token=prefix > 0,
+        prefixes = [1 if class_token and i == len(depths) - 1 else 0 for i in range(len(depths))]
+        options = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, **factory}
+
+        def make_embed(stage: int) -> nn.Module:
+            if stage == 0:
+                return ConvEmbed(in_chans, embed_dims[0], kernel=4, stride=4, **factory)
+            return ConvEmbed(embed_dims[stage - 1], embed_dims[stage], kernel=2, stride=2, **factory)
+
+        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+            shape: dict[str, Any] = {
+                "dim": embed_dims[stage],
+                "num_heads": num_heads[stage],
+                "num_prefix_tokens": prefixes[stage],
+            }
+            if issubclass(kind, SoftmaxAttention):
+                return kind(reduction=(sr_ratios or SOFTMAX_REDUCTIONS)[stage], **shape, **options)
+            if sr_ratios is not None and sr_ratios[stage] > 1:
+                raise ValueError(
+                    f"stage {stage} reduces keys and values {sr_ratios[stage]} times, but {kind.__name__} needs the "
+                    "values of all tokens: use an sr_ratio of 1 there, or softmax"
+                )
+            return kind(layout=square_windows(window_size, block), **shape, **options)
+
+        stages = make_stages(
+            make_embed,
+            make_attention,
+            dims=embed_dims,
+            depths=depths,
+            attention=attention,
+            mlp_ratios=mlp_ratios,
+            proj_drop_rate=proj_drop_rate,
+            drop_path_rate=drop_path_rate,
+            norm_eps=1e-6,
+            positions=[
+                PositionEmbedding(
+                    dim,
+                    grid_of(img_size, reduction),
+                    num_prefix_tokens=prefix,
+                    interpolation="bilinear",
                     **factory,
                 )
-            )
+                for dim, reduction, prefix in zip(embed_dims, reductions, prefixes, strict=True)
+            ],
+            class_token=class_token,
+            **factory,
+        )
         super().__init__(
             stages,
             nn.LayerNorm(embed_dims[-1], eps=1e-6, **factory) if class_token else nn.Identity(),
@@ -142,20 +135,6 @@ class InLinePVT(Backbone):
             drop_rate=drop_rate,
             **factory,
         )
-
-
-def _make_attention(
-    kind: type[TokenMixer], block: int, *, stage: int, sr_ratio: int | None, window_size: int | None, **options: Any
-) -> TokenMixer:
-    """Softmax sees a reduced map; the others see all tokens, or those of a window."""
-    if kind.quadratic:
-        return kind(reduction=SOFTMAX_REDUCTIONS[stage] if sr_ratio is None else sr_ratio, **options)
-    if sr_ratio is not None and sr_ratio > 1:
-        raise ValueError(
-            f"stage {stage} reduces keys and values {sr_ratio} times, but {kind.__name__} needs the values of all "
-            "tokens: use an sr_ratio of 1 there, or softmax"
-        )
-    return kind(layout=square_windows(window_size, block), **options)
 
 
 default_cfgs = generate_default_cfgs(
@@ -175,60 +154,49 @@ DEPTHS = {"tiny": (2, 2, 2, 2), "small": (3, 4, 6, 3), "medium": (3, 4, 18, 3), 
 SOFTMAX = {"num_heads": (1, 2, 5, 8), "attention": "softmax", "class_token": True, "global_pool": "token"}
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> InLinePVT:
-    return build_model_with_cfg(
-        InLinePVT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=adapt_state_dict,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
 @register_model
 def inline_pvt_tiny(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """InLine-PVT-T, 12.0 M parameters."""
-    return _create("inline_pvt_tiny", pretrained, **{"depths": DEPTHS["tiny"], **kwargs})
+    return create(InLinePVT, "inline_pvt_tiny", pretrained, {"depths": DEPTHS["tiny"]}, kwargs)
 
 
 @register_model
 def inline_pvt_small(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """InLine-PVT-S, 21.6 M parameters."""
-    return _create("inline_pvt_small", pretrained, **{"depths": DEPTHS["small"], **kwargs})
+    return create(InLinePVT, "inline_pvt_small", pretrained, {"depths": DEPTHS["small"]}, kwargs)
 
 
 @register_model
 def inline_pvt_medium(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """InLine-PVT-M, 37.6 M parameters."""
-    return _create("inline_pvt_medium", pretrained, **{"depths": DEPTHS["medium"], **kwargs})
+    return create(InLinePVT, "inline_pvt_medium", pretrained, {"depths": DEPTHS["medium"]}, kwargs)
 
 
 @register_model
 def inline_pvt_large(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """InLine-PVT-L, 51.2 M parameters."""
-    return _create("inline_pvt_large", pretrained, **{"depths": DEPTHS["large"], **kwargs})
+    return create(InLinePVT, "inline_pvt_large", pretrained, {"depths": DEPTHS["large"]}, kwargs)
 
 
 @register_model
 def pvt_tiny(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """Softmax PVT-Tiny, version 1, 13.2 M parameters."""
-    return _create("pvt_tiny", pretrained, **{"depths": DEPTHS["tiny"], **SOFTMAX, **kwargs})
+    return create(InLinePVT, "pvt_tiny", pretrained, {"depths": DEPTHS["tiny"], **SOFTMAX}, kwargs)
 
 
 @register_model
 def pvt_small(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """Softmax PVT-Small, version 1, 24.5 M parameters."""
-    return _create("pvt_small", pretrained, **{"depths": DEPTHS["small"], **SOFTMAX, **kwargs})
+    return create(InLinePVT, "pvt_small", pretrained, {"depths": DEPTHS["small"], **SOFTMAX}, kwargs)
 
 
 @register_model
 def pvt_medium(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """Softmax PVT-Medium, version 1, 44.2 M parameters."""
-    return _create("pvt_medium", pretrained, **{"depths": DEPTHS["medium"], **SOFTMAX, **kwargs})
+    return create(InLinePVT, "pvt_medium", pretrained, {"depths": DEPTHS["medium"], **SOFTMAX}, kwargs)
 
 
 @register_model
 def pvt_large(pretrained: bool = False, **kwargs: Any) -> InLinePVT:
     """Softmax PVT-Large, version 1, 61.4 M parameters."""
-    return _create("pvt_large", pretrained, **{"depths": DEPTHS["large"], **SOFTMAX, **kwargs})
+    return create(InLinePVT, "pvt_large", pretrained, {"depths": DEPTHS["large"], **SOFTMAX}, kwargs)

@@ -1,25 +1,17 @@
-"""InLine-Swin: InLine attention over the whole map in the fine stages, softmax in shifted windows in the coarse ones."""
+"""InLine-Swin: InLine attention over the whole map in fine stages, softmax in shifted windows in coarse ones."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.layers import to_2tuple
+from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..layers import ConvEmbed, PatchMerging, SquareWindows, TokenMixer
-from ._backbone import (
-    Backbone,
-    Stage,
-    StageAttention,
-    attention_by_stage,
-    default_cfg,
-    make_blocks,
-    square_windows,
-)
-from ._checkpoint import adapt_state_dict
+from ..layers import ConvEmbed, PatchMerging, SoftmaxAttention, TokenMixer
+from ._backbone import Backbone
+from ._registry import create, default_cfg
+from ._stage import StageAttention, make_stages, square_windows
 
 __all__ = ["InLineSwin"]
 
@@ -77,31 +69,32 @@ class InLineSwin(Backbone):
         dtype: torch.dtype | None = None,
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        softmax_window_size = softmax_window_size or max(7, (window_size or min(to_2tuple(img_size)) // 4) // 8)
-        words = attention_by_stage(attention, depths)
-        drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        softmax_window = softmax_window_size or max(7, (window_size or min(to_2tuple(img_size)) // 4) // 8)
         dims = [embed_dim * 2**i for i in range(len(depths))]
-        stages = []
-        for i, dim in enumerate(dims):
-            embed: nn.Module = (
-                PatchMerging(dims[i - 1], dim, **factory)
-                if i > 0
-                else ConvEmbed(in_chans, dim, kernel=4, stride=4, **factory)
-            )
-            make_attention = partial(
-                _make_attention,
-                window_size=window_size,
-                softmax_window_size=softmax_window_size,
-                dim=dim,
-                num_heads=num_heads[i],
-                qkv_bias=qkv_bias,
-                proj_drop=proj_drop_rate,
-                **factory,
-            )
-            options = {"mlp_ratio": mlp_ratio, "proj_drop": proj_drop_rate, **factory}
-            stages.append(
-                Stage(embed, make_blocks(make_attention, words[i], drop_paths[i], dim, **options), dim=dim, **factory)
-            )
+        options: dict[str, Any] = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
+
+        def make_embed(stage: int) -> nn.Module:
+            if stage == 0:
+                return ConvEmbed(in_chans, embed_dim, kernel=4, stride=4, **factory)
+            return PatchMerging(dims[stage - 1], dims[stage], **factory)
+
+        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+            if issubclass(kind, SoftmaxAttention):
+                layout = square_windows(softmax_window, block)
+                return kind(dims[stage], num_heads[stage], layout=layout, relative_window=softmax_window, **options)
+            return kind(dims[stage], num_heads[stage], layout=square_windows(window_size, block), **options)
+
+        stages = make_stages(
+            make_embed,
+            make_attention,
+            dims=dims,
+            depths=depths,
+            attention=attention,
+            mlp_ratios=[mlp_ratio] * len(depths),
+            proj_drop_rate=proj_drop_rate,
+            drop_path_rate=drop_path_rate,
+            **factory,
+        )
         super().__init__(
             stages,
             nn.LayerNorm(dims[-1], **factory),
@@ -115,16 +108,6 @@ class InLineSwin(Backbone):
         )
 
 
-def _make_attention(
-    kind: type[TokenMixer], block: int, *, window_size: int | None, softmax_window_size: int, **options: Any
-) -> TokenMixer:
-    """Softmax in small windows with relative positions; the others over the whole map, or in windows of their own."""
-    if kind.quadratic:
-        layout = SquareWindows(softmax_window_size, shifted=block % 2 == 1)
-        return kind(layout=layout, relative_window=softmax_window_size, num_prefix_tokens=0, **options)
-    return kind(layout=square_windows(window_size, block), num_prefix_tokens=0, **options)
-
-
 default_cfgs = generate_default_cfgs(
     {
         "inline_swin_tiny.in1k": default_cfg("inline_swin_tiny", "32810869fcc34410966b"),
@@ -135,29 +118,18 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> InLineSwin:
-    return build_model_with_cfg(
-        InLineSwin,
-        variant,
-        pretrained,
-        pretrained_filter_fn=adapt_state_dict,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
 @register_model
 def inline_swin_tiny(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
     """InLine-Swin-T, 29.2 M parameters."""
     model_args = {"attention": ("inline", "inline", "inline", "softmax")}
-    return _create("inline_swin_tiny", pretrained, **{**model_args, **kwargs})
+    return create(InLineSwin, "inline_swin_tiny", pretrained, model_args, kwargs)
 
 
 @register_model
 def inline_swin_small(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
     """InLine-Swin-S, 49.8 M parameters."""
     model_args = {"depths": (2, 2, 18, 2), "attention": ("inline", "inline", "softmax", "softmax")}
-    return _create("inline_swin_small", pretrained, **{**model_args, **kwargs})
+    return create(InLineSwin, "inline_swin_small", pretrained, model_args, kwargs)
 
 
 # The third stage begins with two InLine blocks.
@@ -172,10 +144,10 @@ BASE = {
 @register_model
 def inline_swin_base(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
     """InLine-Swin-B, 88.4 M parameters."""
-    return _create("inline_swin_base", pretrained, **{**BASE, **kwargs})
+    return create(InLineSwin, "inline_swin_base", pretrained, {**BASE}, kwargs)
 
 
 @register_model
 def inline_swin_base_384(pretrained: bool = False, **kwargs: Any) -> InLineSwin:
     """InLine-Swin-B at 384², 88.5 M parameters."""
-    return _create("inline_swin_base_384", pretrained, **{**BASE, "img_size": 384, **kwargs})
+    return create(InLineSwin, "inline_swin_base_384", pretrained, {**BASE, "img_size": 384}, kwargs)

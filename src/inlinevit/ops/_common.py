@@ -17,7 +17,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     if mask is not None:
         if mask.dtype != torch.bool:
             raise ValueError(f"mask must be boolean (True = real token), but it is {mask.dtype}")
-        if mask.dim() != 2 or mask.shape[1] != k.shape[-2]:
+        if mask.dim() != 2 or mask.shape[0] != k.shape[0] or mask.shape[1] != k.shape[-2]:
             raise ValueError(f"mask must be (batch, {k.shape[-2]} tokens), but it is {mask.shape}")
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ._common import hide_padding
+
 FEATURE_MAPS = ("identity", "relu", "relu_affine", "leaky_relu", "exp")
 
 
@@ -25,9 +27,16 @@ def apply_feature_map(x: Tensor, name: str, affine: tuple[Tensor, Tensor] | None
     if name == "relu_affine":
         if affine is None:
             raise ValueError("feature map 'relu_affine' needs affine=(A, b)")
-        matrix, bias = affine
+        # A model in half precision has half-precision parameters; x has been promoted to float32.
+        matrix, bias = affine[0].to(x.dtype), affine[1].to(x.dtype)
         return torch.relu(x @ matrix.transpose(-2, -1) + bias.unsqueeze(-2))
     return _refuse(name)
+
+
+def map_keys(k: Tensor, name: str, affine: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    """φ(k), zero where mask (batch, tokens) calls a token padding."""
+    # Hidden before φ, too: zero times the slope of φ at NaN or infinity would be a NaN gradient.
+    return hide_padding(apply_feature_map(hide_padding(k, mask), name, affine), mask)
 
 
 @torch.jit.unused

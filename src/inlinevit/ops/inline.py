@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
-from .feature_maps import apply_feature_map
+from .feature_maps import apply_feature_map, map_keys
 from .weights import explicit_form
 
 
@@ -57,7 +57,7 @@ def _covariance_form(
 ) -> Tensor:
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine)
-    k = hide_padding(apply_feature_map(promote(k), feature_map, affine), mask)
+    k = map_keys(promote(k), feature_map, affine, mask)
     v = hide_padding(promote(v), mask)
     count = count_tokens(k, mask)
     k_mean = k.sum(dim=-2, keepdim=True) / count
@@ -80,9 +80,10 @@ def inline_weights(
 ) -> Tensor:
     """The rows of InLine attention, (batch, heads, queries, tokens)."""
     check_qkv(q, k, k, mask)
-    q = apply_feature_map(q, feature_map, affine)
-    k = hide_padding(apply_feature_map(k, feature_map, affine), mask)
+    dtype = q.dtype
+    q = apply_feature_map(promote(q), feature_map, affine)
+    k = map_keys(promote(k), feature_map, affine, mask)
     count = count_tokens(k, mask)
     k = k - k.sum(dim=-2, keepdim=True) / count
     weights = (1.0 + default_scale(q, scale) * (q @ k.transpose(-2, -1))) / count
-    return weights if mask is None else weights.masked_fill(~mask[:, None, None, :], 0.0)
+    return (weights if mask is None else weights.masked_fill(~mask[:, None, None, :], 0.0)).to(dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
-from .feature_maps import apply_feature_map
+from .feature_maps import apply_feature_map, map_keys
 from .weights import explicit_form
 
 # Keeps a query whose map is zero (0/0) at zero. Far below any divisor of a query that sees something.
@@ -58,7 +58,7 @@ def _linear(
 ) -> Tensor:
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine) * scale
-    k = hide_padding(apply_feature_map(promote(k), feature_map, affine), mask)
+    k = map_keys(promote(k), feature_map, affine, mask)
     v = hide_padding(promote(v), mask)
     # Means instead of sums: they stay in range for any number of tokens.
     count = count_tokens(k, mask)
@@ -81,7 +81,8 @@ def linear_weights(
 ) -> Tensor:
     """The rows of linear attention, (batch, heads, queries, tokens)."""
     check_qkv(q, k, k, mask)
-    q = apply_feature_map(q, feature_map, affine) * default_scale(q, scale)
-    k = hide_padding(apply_feature_map(k, feature_map, affine), mask)
+    dtype = q.dtype
+    q = apply_feature_map(promote(q), feature_map, affine) * default_scale(q, scale)
+    k = map_keys(promote(k), feature_map, affine, mask)
     scores = q @ k.transpose(-2, -1)
-    return scores / (scores.sum(dim=-1, keepdim=True) + epsilon)
+    return (scores / (scores.sum(dim=-1, keepdim=True) + epsilon)).to(dtype)

@@ -17,10 +17,14 @@ def local_residual(v: Tensor, kernels: Tensor, size: tuple[int, int]) -> Tensor:
     Returns:
         (batch, heads, H·W, width), in v's dtype.
     """
+    if v.dim() != 4:
+        raise ValueError("v must have four dimensions: (batch, heads, tokens, width)")
     batch, heads, tokens, width = v.shape
     height, breadth = size
     if tokens != height * breadth:
         raise ValueError(f"{tokens} tokens do not make a map of {height}×{breadth}: pass the size of the token grid")
+    if kernels.numel() != 9 * batch * heads * width:
+        raise ValueError(f"expected 9 numbers for each of {batch}×{heads}×{width} channels, but got {kernels.shape}")
     # (batch, 1, 1, heads, width, 9), to be spread over the map
     taps = promote(kernels).reshape(batch, 1, 1, heads, width, 9)
     # Channels last: (batch, H, W, heads, width), a border of zeros around it.

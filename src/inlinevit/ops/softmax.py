@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import check_qkv, default_scale
+from ._common import check_qkv, default_scale, hide_padding, promote
 from .weights import explicit_form
 
 
@@ -29,6 +29,7 @@ def softmax_attention(
         (batch, heads, queries, value width).
     """
     check_qkv(q, k, v, mask)
+    k, v = hide_padding(k, mask), hide_padding(v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=_score_mask(bias, mask), scale=default_scale(q, scale))
 
 
@@ -38,12 +39,13 @@ def softmax_weights(
 ) -> Tensor:
     """The rows of softmax attention, (batch, heads, queries, tokens)."""
     check_qkv(q, k, k, mask)
-    scores = q @ k.transpose(-2, -1) * default_scale(q, scale)
+    scores = promote(q) @ promote(hide_padding(k, mask)).transpose(-2, -1) * default_scale(q, scale)
     if bias is not None:
         scores = scores + bias
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
-    return scores.softmax(dim=-1).nan_to_num(0.0) if mask is not None else scores.softmax(dim=-1)
+    if mask is None:
+        return scores.softmax(dim=-1).to(q.dtype)
+    # A row without any real token is NaN here.
+    return scores.masked_fill(~mask[:, None, None, :], float("-inf")).softmax(dim=-1).nan_to_num(0.0).to(q.dtype)
 
 
 def _score_mask(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:

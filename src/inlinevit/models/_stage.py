@@ -1,0 +1,185 @@
+"""Stages: an embedding, then blocks, whose attention is named by words."""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from ..layers import ATTENTIONS, Block, PositionEmbedding, SquareWindows, TokenMixer, WholeMap
+
+# A stage's attention: a word for all its blocks, or words for its first blocks, of which the last word goes on.
+StageAttention = str | Sequence[str]
+
+
+def attention_by_stage(attention: str | Sequence[StageAttention], depths: Sequence[int]) -> list[list[str]]:
+    """Spell out the attention of every block.
+
+    Args:
+        attention: One word for the whole model, or an entry a stage: a word, or a tuple of words for the stage's
+            first blocks, the last of which goes on to the end: ("inline", "inline", ("inline", "softmax"), "softmax").
+        depths: Blocks of each stage.
+
+    Returns:
+        A list of words for each stage, a word for each block.
+    """
+    stages = [attention] * len(depths) if isinstance(attention, str) else list(attention)
+    if len(stages) != len(depths):
+        raise ValueError(f"attention names {len(stages)} stages, but the model has {len(depths)}: {attention!r}")
+    spelled = []
+    for words, depth in zip(stages, depths, strict=True):
+        first = [words] if isinstance(words, str) else list(words)
+        for word in first:
+            if word not in ATTENTIONS:
+                raise ValueError(f"unknown attention {word!r}: choose one of {', '.join(sorted(ATTENTIONS))}")
+        if not 1 <= len(first) <= depth:
+            raise ValueError(f"a stage of {depth} blocks takes 1 to {depth} attention words, not {len(first)}")
+        spelled.append(first + first[-1:] * (depth - len(first)))
+    return spelled
+
+
+class Stage(nn.Module):
+    """An embedding of the map before, and blocks that keep its size.
+
+    Args:
+        embed: (batch, channels, H', W') to (batch, H, W, dim).
+        blocks: The blocks.
+        positions: Learned positions, if the stage has any.
+        class_token: Whether a learned token goes before the map.
+    """
+
+    def __init__(
+        self,
+        embed: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        dim: int,
+        positions: PositionEmbedding | None = None,
+        class_token: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_prefix_tokens = 1 if class_token else 0
+        self.grad_checkpointing = False
+        self.embed = embed
+        self.class_token = nn.Parameter(torch.zeros(1, 1, dim, device=device, dtype=dtype)) if class_token else None
+        self.positions = positions
+        self.blocks = nn.ModuleList(blocks)
+
+    def embed_tokens(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """The tokens before the first block, (batch, prefix + H·W, dim), and (H, W)."""
+        x = self.embed(x)
+        batch, height, width, dim = x.shape
+        x = x.reshape(batch, height * width, dim)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(batch, -1, -1), x], dim=1)
+        if self.positions is not None:
+            x = self.positions(x, (height, width))
+        return x, (height, width)
+
+    def forward_tokens(
+        self, x: Tensor, take: list[int], last: int | None = None
+    ) -> tuple[Tensor, tuple[int, int], list[Tensor]]:
+        """Run the blocks, all of them or up to the last one asked for.
+
+        Returns:
+            Tokens (batch, prefix + H·W, dim), (H, W), and the tokens after each block to take.
+        """
+        x, size = self.embed_tokens(x)
+        taken: list[Tensor] = []
+        for i, block in enumerate(self.blocks):
+            # No break: TorchScript unrolls this loop.
+            if last is None or i <= last:
+                if self.grad_checkpointing and not torch.jit.is_scripting():
+                    x = checkpoint(block, x, size)
+                else:
+                    x = block(x, size)
+                if i in take:
+                    taken.append(x)
+        return x, size, taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels, H', W') to (batch, dim, H, W), or with a class token to (batch, 1 + H·W, dim)."""
+        x, size, _ = self.forward_tokens(x, [])
+        return x if self.num_prefix_tokens > 0 else tokens_to_map(x, size, 0)
+
+
+def tokens_to_map(x: Tensor, size: tuple[int, int], num_prefix_tokens: int) -> Tensor:
+    """(batch, prefix + H·W, dim) to (batch, dim, H, W); a view."""
+    return x[:, num_prefix_tokens:].unflatten(1, size).permute(0, 3, 1, 2)
+
+
+def grid_of(img_size: int | tuple[int, int], reduction: int) -> tuple[int, int]:
+    """(H, W) of the map on which a token stands for reduction × reduction pixels."""
+    height, width = to_2tuple(img_size)
+    return -(-height // reduction), -(-width // reduction)
+
+
+def make_stages(
+    make_embed: Callable[[int], nn.Module],
+    make_attention: Callable[[type[TokenMixer], int, int], TokenMixer],
+    *,
+    dims: Sequence[int],
+    depths: Sequence[int],
+    attention: str | Sequence[StageAttention],
+    mlp_ratios: Sequence[float],
+    proj_drop_rate: float,
+    drop_path_rate: float,
+    norm_eps: float = 1e-5,
+    context_before_norm: bool = False,
+    positions: Sequence[PositionEmbedding] | None = None,
+    class_token: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Stage]:
+    """The stages of a model, from fine to coarse.
+
+    Args:
+        make_embed: From a stage's number to its embedding.
+        make_attention: From the kind of attention, the stage's number and the block's number in it to the attention.
+        dims: Channels of each stage.
+        depths: Blocks of each stage.
+        attention: See attention_by_stage.
+        mlp_ratios: Width of the MLPs of each stage, in channels.
+        proj_drop_rate: Dropout in MLPs.
+        drop_path_rate: Stochastic depth of the last block; it grows from 0 in the first.
+        norm_eps: See Block.
+        context_before_norm: See Block.
+        positions: Learned positions of each stage, if there are any.
+        class_token: Whether the last stage has a class token.
+    """
+    words = attention_by_stage(attention, depths)
+    drop_paths = cast(list[list[float]], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True))
+    return [
+        Stage(
+            make_embed(stage),
+            [
+                Block(
+                    make_attention(ATTENTIONS[word], stage, block),
+                    dim,
+                    mlp_ratio=mlp_ratios[stage],
+                    proj_drop=proj_drop_rate,
+                    drop_path=drop_path,
+                    norm_eps=norm_eps,
+                    context_before_norm=context_before_norm,
+                    device=device,
+                    dtype=dtype,
+                )
+                for block, (word, drop_path) in enumerate(zip(words[stage], drop_paths[stage], strict=True))
+            ],
+            dim=dim,
+            positions=positions[stage] if positions is not None else None,
+            class_token=class_token and stage == len(dims) - 1,
+            device=device,
+            dtype=dtype,
+        )
+        for stage, dim in enumerate(dims)
+    ]
+
+
+def square_windows(window_size: int | None, block: int) -> nn.Module:
+    """Windows that shift in every second block, or the whole map if no size is given."""
+    return WholeMap() if window_size is None else SquareWindows(window_size, shifted=block % 2 == 1)
