@@ -1,0 +1,44 @@
+"""The transformer block."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inlinevit.layers import ATTENTIONS, Block, CrossStripes, InLineAttention
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_block_is_its_formula(randomise, before):
+    """x + attn(norm x), with x̄ from before or after the norm; then x + mlp(norm x)."""
+    attn = InLineAttention(8, 2, layout=CrossStripes(2), lepe=True)
+    block = randomise(Block(attn, 8, mlp_ratio=3, norm_eps=1e-3, context_before_norm=before)).eval()
+    x = torch.randn(2, 20, 8, dtype=torch.float64)
+    normed = F.layer_norm(x, (8,), block.norm1.weight, block.norm1.bias, 1e-3)
+    middle = x + attn(normed, (4, 5), x if before else normed)
+    normed = F.layer_norm(middle, (8,), block.norm2.weight, block.norm2.bias, 1e-3)
+    assert block.mlp.fc1.weight.shape == (24, 8)
+    expected = middle + block.mlp.fc2(F.gelu(block.mlp.fc1(normed)))
+    torch.testing.assert_close(block(x, (4, 5)), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_gradients_reach_every_parameter(kind):
+    block = Block(kind(8, 2), 8)
+    block(torch.randn(2, 20, 8), (4, 5)).square().sum().backward()
+    for name, parameter in block.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_drop_path_drops_whole_images_in_training_alone():
+    block = Block(InLineAttention(8, 2), 8, drop_path=0.9)
+    x = torch.randn(64, 4, 8)
+    untouched = (block.train()(x, (2, 2)) == x).flatten(1).all(dim=1)
+    assert 0.6 < untouched.float().mean() < 1
+    assert not (block.eval()(x, (2, 2)) == x).flatten(1).all(dim=1).any()
+
+
+def test_no_drop_path_no_module():
+    assert isinstance(Block(InLineAttention(8, 2), 8).drop_path1, nn.Identity)

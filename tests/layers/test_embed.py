@@ -1,0 +1,165 @@
+"""From pixels or a finer map to tokens."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inlinevit.layers import ConvEmbed, PatchMerging, PositionEmbedding
+
+# Patch embedding
+
+# kernel, stride, padding: plain patches, and the overlapping ones of CSWin
+PATCHES = [(4, 4, 0), (2, 2, 0), (16, 16, 0), (3, 2, 1), (7, 4, 2)]
+
+
+@pytest.mark.parametrize("size", [(8, 8), (9, 8), (8, 11), (10, 13), (1, 1), (33, 18)])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), PATCHES)
+def test_no_pixel_is_lost(kernel, stride, padding, size):
+    embed = ConvEmbed(1, 2, kernel=kernel, stride=stride, padding=padding, norm=False)
+    torch.nn.init.ones_(embed.proj.weight)
+    x = torch.rand(1, 1, *size, requires_grad=True)
+    out = embed(x)
+    assert out.shape == (1, -(-size[0] // stride), -(-size[1] // stride), 2)
+    out.sum().backward()
+    assert torch.all(x.grad > 0)
+
+
+@pytest.mark.parametrize("size", [(12, 8), (9, 11)])
+def test_conv_embed(randomise, size):
+    embed = randomise(ConvEmbed(3, 8, kernel=4, stride=4))
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    padded = torch.zeros(2, 3, 12, 12, dtype=torch.float64)[:, :, :, : 8 if size[1] == 8 else 12]
+    padded[:, :, : size[0], : size[1]] = x
+    expected = F.conv2d(padded, embed.proj.weight, embed.proj.bias, stride=4).permute(0, 2, 3, 1)
+    expected = F.layer_norm(expected, (8,), embed.norm.weight, embed.norm.bias, eps=1e-5)
+    torch.testing.assert_close(embed(x), expected, rtol=0, atol=1e-12)
+
+
+def test_overlapping_patches_are_those_of_their_convolution(randomise):
+    embed = randomise(ConvEmbed(3, 8, kernel=7, stride=4, padding=2, norm=False))
+    x = torch.randn(1, 3, 16, 20, dtype=torch.float64)
+    expected = F.conv2d(x, embed.proj.weight, embed.proj.bias, stride=4, padding=2).permute(0, 2, 3, 1)
+    torch.testing.assert_close(embed(x), expected, rtol=0, atol=1e-12)
+    assert expected.shape == (1, 4, 5, 8)
+
+
+# Patch merging
+
+
+def test_patch_merging_order():
+    """Four neighbours side by side: (0, 0), (1, 0), (0, 1), (1, 1) as (row, column)."""
+    merging = PatchMerging(1, 4)
+    merging.norm = torch.nn.Identity()
+    with torch.no_grad():
+        merging.reduction.weight.copy_(torch.eye(4))
+    x = torch.arange(24.0).view(1, 1, 4, 6)  # 10·row + column would be as good
+    out = merging(x)
+    assert out.shape == (1, 2, 3, 4)
+    for row in range(2):
+        for column in range(3):
+            neighbours = [(0, 0), (1, 0), (0, 1), (1, 1)]
+            expected = [float(x[0, 0, 2 * row + r, 2 * column + c]) for r, c in neighbours]
+            assert out[0, row, column].tolist() == expected
+
+
+def test_patch_merging_keeps_channels_together(randomise):
+    """As Swin writes it: four strided maps, concatenated along the channels."""
+    merging = randomise(PatchMerging(3, 5))
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    y = x.permute(0, 2, 3, 1)
+    y = torch.cat([y[:, 0::2, 0::2], y[:, 1::2, 0::2], y[:, 0::2, 1::2], y[:, 1::2, 1::2]], dim=-1)
+    y = F.layer_norm(y, (12,), merging.norm.weight, merging.norm.bias) @ merging.reduction.weight.T
+    torch.testing.assert_close(merging(x), y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(3, 4), (4, 3), (5, 5), (1, 1)])
+def test_patch_merging_pads(size):
+    merging = PatchMerging(2, 3)
+    x = torch.randn(1, 2, *size)
+    padded = F.pad(x, (0, size[1] % 2, 0, size[0] % 2))
+    torch.testing.assert_close(merging(x), merging(padded))
+    assert merging(x).shape == (1, -(-size[0] // 2), -(-size[1] // 2), 3)
+
+
+# Positions
+
+
+def positions(grid: tuple[int, int], prefix: int = 0, interpolation: str = "bicubic") -> PositionEmbedding:
+    embedding = PositionEmbedding(3, grid, num_prefix_tokens=prefix, interpolation=interpolation)
+    torch.nn.init.normal_(embedding.table)
+    return embedding
+
+
+def added(embedding: PositionEmbedding, size: tuple[int, int]) -> torch.Tensor:
+    """What the embedding adds to zeros, (prefix + H·W, dim)."""
+    prefix = embedding.num_prefix_tokens
+    return embedding(torch.zeros(2, prefix + size[0] * size[1], 3), size)[0].detach()
+
+
+modes = pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+prefixes = pytest.mark.parametrize("prefix", [0, 2])
+
+
+@modes
+@prefixes
+@pytest.mark.parametrize("grid", [(4, 4), (2, 8), (5, 3)])
+def test_positions_are_untouched_on_their_own_grid(grid, prefix, interpolation):
+    embedding = positions(grid, prefix, interpolation)
+    assert torch.equal(added(embedding, grid), embedding.table[0])
+
+
+@modes
+@prefixes
+@pytest.mark.parametrize(("grid", "size"), [((4, 4), (2, 8)), ((2, 8), (4, 4)), ((2, 8), (8, 2)), ((4, 4), (7, 5))])
+def test_positions_are_resized_to_another_grid(grid, size, prefix, interpolation):
+    """Even where the number of tokens is the same."""
+    embedding = positions(grid, prefix, interpolation)
+    out = added(embedding, size)
+    assert torch.equal(out[:prefix], embedding.table[0, :prefix])
+    maps = embedding.table[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2)
+    expected = F.interpolate(maps, size=size, mode=interpolation, antialias=interpolation == "bicubic")
+    torch.testing.assert_close(out[prefix:], expected.flatten(2).transpose(1, 2)[0])
+    if len(out) == embedding.table.shape[1]:
+        assert not torch.allclose(out[prefix:], embedding.table[0, prefix:], atol=1e-2)
+
+
+@modes
+def test_a_gradient_of_rows_stays_one_when_resized(interpolation):
+    """Positions that say their row, on a map twice as wide, still say their row."""
+    embedding = positions((4, 4), 1, interpolation)
+    with torch.no_grad():
+        embedding.table[0, 1:] = torch.arange(4.0).repeat_interleave(4)[:, None]
+    assert torch.allclose(added(embedding, (4, 8))[1:, 0], torch.arange(4.0).repeat_interleave(8), atol=1e-5)
+
+
+@modes
+@prefixes
+def test_set_grid(prefix, interpolation):
+    embedding = positions((4, 4), prefix, interpolation)
+    expected, own = added(embedding, (3, 6)), embedding.table.detach().clone()
+    embedding.set_grid((3, 6))
+    assert embedding.grid == (3, 6)
+    assert isinstance(embedding.table, torch.nn.Parameter)
+    assert embedding.table.requires_grad
+    assert embedding.table.shape == (1, prefix + 18, 3)
+    torch.testing.assert_close(embedding.table[0].detach(), expected)
+    assert torch.equal(embedding.table[0, :prefix], own[0, :prefix])
+    torch.testing.assert_close(added(embedding, (3, 6)), expected)
+
+
+def test_positions_take_gradients_and_keep_dtype():
+    embedding = PositionEmbedding(3, (4, 4), num_prefix_tokens=1, dtype=torch.bfloat16)
+    out = embedding(torch.zeros(1, 1 + 35, 3, dtype=torch.bfloat16), (5, 7))
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert embedding.table.grad.abs().max() > 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("size", [(4, 4), (5, 7)])
+def test_script(size):
+    image = torch.randn(1, 3, *size)
+    for module in (ConvEmbed(3, 4, kernel=2, stride=2), PatchMerging(3, 4)):
+        torch.testing.assert_close(torch.jit.script(module)(image), module(image))
+    tokens, embedding = torch.randn(1, size[0] * size[1], 3), positions((4, 4))
+    torch.testing.assert_close(torch.jit.script(embedding)(tokens, size), embedding(tokens, size))

@@ -1,0 +1,270 @@
+"""What all mixers share: each agrees with the slow reference in conftest.py, on all layouts."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inlinevit import ops
+from inlinevit.layers import (
+    ATTENTIONS,
+    CrossStripes,
+    InLineAttention,
+    LinearAttention,
+    SoftmaxAttention,
+    SquareWindows,
+    TokenMixer,
+    WholeMap,
+)
+from inlinevit.layers.token_mixer import window_means
+
+DIM, HEADS = 8, 4
+# The mixers and options of the comparisons; "relative" is for windows alone.
+MIXERS = {
+    "inline": (InLineAttention, {}),
+    "inline-affine": (InLineAttention, {"feature_map": "relu_affine", "qkv_bias": False}),
+    "inline-plain": (InLineAttention, {"feature_map": "exp", "local_residual": False}),
+    "linear": (LinearAttention, {}),
+    "linear-affine": (LinearAttention, {"feature_map": "relu_affine"}),
+    "softmax": (SoftmaxAttention, {}),
+}
+every_mixer = pytest.mark.parametrize("name", MIXERS)
+every_kind = pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
+
+
+def tokens(count: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, count, DIM, dtype=torch.float64)
+
+
+def assert_same(mixer, reference, x, size, context=None) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(mixer(x, size, context), reference(mixer, x, size, context), rtol=1e-10, atol=1e-10)
+
+
+@every_mixer
+@pytest.mark.parametrize("lepe", [False, True])
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+def test_whole_map(randomise, reference, name, prefix, lepe):
+    kind, options = MIXERS[name]
+    assert_same(randomise(kind(DIM, HEADS, lepe=lepe, **options)), reference, tokens(prefix + 15), (3, 5))
+
+
+# Divided evenly; padded along one axis, along both; covered along one axis, along both; a single row.
+WINDOW_SIZES = [(8, 8), (8, 6), (5, 7), (3, 9), (3, 3), (1, 6)]
+
+
+@every_mixer
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("size", WINDOW_SIZES)
+def test_square_windows(randomise, reference, name, size, shifted):
+    kind, options = MIXERS[name]
+    mixer = randomise(kind(DIM, HEADS, layout=SquareWindows(4, shifted=shifted), **options))
+    assert_same(mixer, reference, tokens(size[0] * size[1]), size)
+
+
+@pytest.mark.parametrize("lepe", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("size", WINDOW_SIZES)
+def test_square_windows_with_relative_positions(randomise, reference, size, shifted, lepe):
+    layout = SquareWindows(4, shifted=shifted)
+    mixer = randomise(SoftmaxAttention(DIM, HEADS, layout=layout, relative_window=4, lepe=lepe))
+    assert_same(mixer, reference, tokens(size[0] * size[1]), size)
+
+
+@every_mixer
+@pytest.mark.parametrize("size", [(6, 6), (5, 7), (2, 7), (7, 2), (2, 2), (1, 5)])
+def test_cross_stripes_with_lepe(randomise, reference, name, size):
+    """x̄ comes from another tensor, as in CSWin, where it is the input before the norm."""
+    kind, options = MIXERS[name]
+    mixer = randomise(kind(DIM, HEADS, layout=CrossStripes(2), lepe=True, **options))
+    count = size[0] * size[1]
+    assert_same(mixer, reference, tokens(count), size, context=tokens(count))
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(size=st.tuples(st.integers(1, 9), st.integers(1, 9)), window=st.integers(1, 6), shifted=st.booleans())
+@pytest.mark.parametrize("name", ["inline", "softmax"])
+def test_any_window_on_any_map(randomise, reference, name, size, window, shifted):
+    kind, options = MIXERS[name]
+    mixer = randomise(kind(4, 2, layout=SquareWindows(window, shifted=shifted), **options))
+    assert_same(mixer, reference, torch.randn(1, size[0] * size[1], 4, dtype=torch.float64), size)
+
+
+def test_context_is_used_for_the_kernels_alone(randomise):
+    x, context = tokens(15), tokens(15)
+    mixer = randomise(InLineAttention(DIM, HEADS))
+    assert torch.equal(mixer(x, (3, 5)), mixer(x, (3, 5), x))
+    assert not torch.allclose(mixer(x, (3, 5)), mixer(x, (3, 5), context))
+    plain = randomise(InLineAttention(DIM, HEADS, local_residual=False))
+    assert torch.equal(plain(x, (3, 5)), plain(x, (3, 5), context))
+
+
+LAYOUTS = {
+    "whole": (WholeMap(), False),
+    "shifted": (SquareWindows(4, shifted=True), False),
+    "stripes": (CrossStripes(2), True),
+}
+every_layout = pytest.mark.parametrize(("layout", "lepe"), LAYOUTS.values(), ids=LAYOUTS)
+
+
+@every_mixer
+@every_layout
+def test_gradients_reach_every_parameter(randomise, name, layout, lepe):
+    """On a padded map, where a NaN would come from softmax rows of padding or from empty sums."""
+    kind, options = MIXERS[name]
+    if kind is SoftmaxAttention and isinstance(layout, SquareWindows):
+        options = {**options, "relative_window": 4}
+    mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options))
+    x = tokens(35).requires_grad_()
+    mixer(x, (5, 7)).square().sum().backward()
+    for parameter_name, tensor in [*mixer.named_parameters(), ("x", x)]:
+        assert tensor.grad is not None, parameter_name
+        assert tensor.grad.isfinite().all(), parameter_name
+        assert tensor.grad.abs().max() > 1e-8, parameter_name
+    assert torch.all(x.grad != 0)
+
+
+@every_mixer
+@every_layout
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name, layout, lepe, dtype):
+    """A module in half precision, and one in float32 under autocast, both come close to float32."""
+    kind, options = MIXERS[name]
+    # Wide heads: the direction of a narrow φ(q), all that linear attention sees, may hang on a digit.
+    mixer = kind(64, HEADS, layout=layout, lepe=lepe, **options)
+    x = torch.randn(2, 35, 64)
+    with torch.no_grad():
+        expected = mixer(x, (5, 7))
+        with torch.autocast("cpu", dtype=dtype):
+            under_autocast = mixer(x, (5, 7))
+        half = mixer.to(dtype)(x.to(dtype), (5, 7))
+    for out in (under_autocast, half):
+        assert out.dtype == dtype
+        assert (out.float() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_relative_positions_under_autocast(dtype):
+    for size in [(8, 8), (5, 7), (3, 3)]:
+        mixer = SoftmaxAttention(DIM, HEADS, layout=SquareWindows(4, shifted=False), relative_window=4)
+        x = torch.randn(2, size[0] * size[1], DIM)
+        with torch.autocast("cpu", dtype=dtype):
+            out = mixer(x, size)
+        assert out.dtype == dtype
+        expected = mixer(x, size)
+        assert (out - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@every_layout
+@every_kind
+def test_script(kind, layout, lepe):
+    mixer = kind(DIM, HEADS, layout=layout, lepe=lepe).eval()
+    x = torch.randn(2, 35, DIM)
+    torch.testing.assert_close(torch.jit.script(mixer)(x, (5, 7)), mixer(x, (5, 7)))
+
+
+@every_kind
+def test_built_on_a_device_and_in_a_dtype(kind):
+    mixer = kind(DIM, HEADS, lepe=True, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in mixer.parameters()} == {("meta", torch.bfloat16)}
+
+
+def test_dropout_acts_in_training_alone():
+    mixer = InLineAttention(DIM, HEADS, proj_drop=0.5)
+    x = torch.randn(1, 36, DIM)
+    assert (mixer.train()(x, (6, 6)) == 0).float().mean() > 0.3
+    assert torch.all(mixer.eval()(x, (6, 6)) != 0)
+
+
+@every_kind
+def test_tokens_need_not_be_contiguous(kind):
+    mixer = kind(DIM, HEADS, layout=SquareWindows(4, shifted=True))
+    x = torch.randn(2, DIM, 35).transpose(1, 2)
+    torch.testing.assert_close(mixer(x, (5, 7)), mixer(x.contiguous(), (5, 7)))
+
+
+# Means of windows
+
+
+def test_window_means_of_large_numbers_in_half_precision():
+    """A mean of numbers that fit into float16 fits, too; their sum does not."""
+    for size in [(14, 14), (13, 13)]:
+        (windows,) = SquareWindows(7, shifted=False)(size)
+        means = window_means(torch.full((1, size[0] * size[1], 2), 2000.0, dtype=torch.float16), windows)
+        torch.testing.assert_close(means, torch.full_like(means, 2000.0), rtol=1e-3, atol=0)
+
+
+# The table of attentions
+
+
+@pytest.mark.parametrize("word", ATTENTIONS)
+def test_every_attention_is_a_mixer_with_an_explicit_form_of_its_word(word):
+    assert issubclass(ATTENTIONS[word], TokenMixer)
+    q = torch.rand(1, 1, 3, 2)
+    assert ops.attention_weights(q, q, kind=word).shape == (1, 1, 3, 3)
+
+
+def test_the_three_attentions_are_there():
+    assert set(ATTENTIONS) == {"inline", "linear", "softmax"}
+
+
+# Errors
+
+
+@every_kind
+@pytest.mark.parametrize("heads", [3, 0, -2, 16])
+def test_heads_that_do_not_divide_the_channels_are_refused(kind, heads):
+    with pytest.raises(ValueError, match=f"dim must be divisible by num_heads, but dim is 8 and num_heads is {heads}"):
+        kind(8, heads)
+
+
+@every_kind
+def test_heads_that_stripes_cannot_halve_are_refused(kind):
+    with pytest.raises(ValueError, match=r"(?i)heads"):
+        kind(9, 3, layout=CrossStripes(2))(torch.randn(1, 36, 9), (6, 6))
+
+
+@every_kind
+def test_too_few_tokens_are_refused(kind):
+    with pytest.raises(ValueError, match=r"15 tokens do not match size=\(4, 4\).*16 tokens"):
+        kind(DIM, HEADS)(torch.randn(1, 15, DIM), (4, 4))
+
+
+@every_kind
+@pytest.mark.parametrize("count", [16, 18])
+def test_another_number_of_prefix_tokens_is_refused(kind, count):
+    mixer = kind(DIM, HEADS, num_prefix_tokens=1)
+    assert mixer(torch.randn(1, 17, DIM), (4, 4)).shape == (1, 17, DIM)
+    with pytest.raises(ValueError, match=rf"{count} tokens do not match size=\(4, 4\).*1 prefix tokens.*16 tokens"):
+        mixer(torch.randn(1, count, DIM), (4, 4))
+
+
+@every_kind
+@pytest.mark.parametrize("layout", [SquareWindows(3, shifted=False), CrossStripes(2)])
+def test_prefix_tokens_with_windows_are_refused(kind, layout):
+    with pytest.raises(ValueError, match=r"do not cover the map of 4×4.*use the whole map, or no prefix tokens"):
+        kind(DIM, HEADS, layout=layout)(torch.randn(1, 17, DIM), (4, 4))
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(1, 16, DIM + 1), (16, DIM), (1, 4, 4, DIM)])
+def test_wrong_shapes_are_refused(kind, shape):
+    with pytest.raises(ValueError, match=r"\(batch, tokens, 8\)"):
+        kind(DIM, HEADS)(torch.randn(shape), (4, 4))
+
+
+def test_unknown_options_are_refused():
+    for kind in ATTENTIONS.values():
+        with pytest.raises(TypeError, match="qk_bias"):
+            kind(DIM, HEADS, qk_bias=True)
+
+
+def test_the_base_class_does_not_mix():
+    with pytest.raises(NotImplementedError):
+        TokenMixer(DIM, HEADS)(torch.randn(1, 16, DIM), (4, 4))
+
+
+def test_layout_is_the_whole_map_by_default():
+    mixer = InLineAttention(DIM, HEADS)
+    assert isinstance(mixer.layout, WholeMap)

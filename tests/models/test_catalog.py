@@ -1,0 +1,57 @@
+"""The catalog's figures are measured again, and compared with the published ones."""
+
+import pytest
+import timm
+import torch
+
+from inlinevit.models.catalog import CATALOG, measure, measure_by_name
+
+# Parameters in millions and multiply-adds in 10⁹ of the reference implementation.
+REFERENCE = {
+    "inline_deit_tiny": (6.48, 1.11),
+    "inline_deit_small": (16.73, 4.97),
+    "inline_deit_base": (23.80, 17.17),
+    "inline_pvt_tiny": (12.03, 1.98),
+    "inline_pvt_small": (21.56, 3.91),
+    "inline_pvt_medium": (37.62, 6.86),
+    "inline_pvt_large": (51.15, 10.13),
+    "inline_swin_tiny": (29.22, 4.46),
+    "inline_swin_small": (49.79, 8.72),
+    "inline_swin_base": (88.35, 15.40),
+    "inline_swin_base_384": (88.47, 46.20),
+    "inline_cswin_tiny": (20.60, 4.31),
+    "inline_cswin_small": (33.03, 6.77),
+    "inline_cswin_base": (73.41, 14.88),
+    "inline_cswin_base_384": (73.41, 46.22),
+}
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_figures_are_those_of_the_models_and_of_the_reference(name):
+    facts = CATALOG[name]
+    parameters, gmacs = measure_by_name(name)
+    assert facts.parameters == parameters
+    assert facts.gmacs == round(gmacs, 2)
+    assert facts.input_size == timm.get_pretrained_cfg(name).input_size[1]
+    if name in REFERENCE:
+        reference_parameters, reference_gmacs = REFERENCE[name]
+        assert round(parameters / 1e6, 2) == reference_parameters
+        assert gmacs == pytest.approx(reference_gmacs, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("pvt_tiny", 13.2), ("pvt_small", 24.5), ("pvt_medium", 44.2), ("pvt_large", 61.4)]
+)
+def test_softmax_pvt_has_the_published_size(name, millions):
+    assert round(CATALOG[name].parameters / 1e6, 1) == millions
+
+
+def test_catalog_lists_exactly_our_models():
+    families = ["inline_deit", "inline_pvt", "inline_swin", "inline_cswin"]
+    assert set(CATALOG) == set(timm.list_models(module=families))
+    assert set(REFERENCE) == {name for name in CATALOG if name.startswith("inline_")}
+
+
+def test_measure_counts_by_hand():
+    layer = torch.nn.Conv2d(3, 8, 4, 4)
+    assert measure(layer, (16, 32)) == (3 * 8 * 16 + 8, 4 * 8 * 8 * 3 * 16 / 1e9)

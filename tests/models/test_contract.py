@@ -1,0 +1,204 @@
+"""What timm's users rely on. (timm's own tests run by `make timm-suite`.)"""
+
+import pytest
+import timm
+import torch
+from timm.models import create_model
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+
+from inlinevit.models import attention_by_stage
+
+FAMILIES = ("inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny")
+SHALLOW = {
+    "inline_deit_tiny": {"depth": 3},
+    "inline_pvt_tiny": {"depths": (1, 1, 1, 1)},
+    "inline_swin_tiny": {"depths": (1, 1, 2, 2)},
+    "inline_cswin_tiny": {"depths": (1, 1, 2, 1)},
+}
+
+
+def shallow(name: str, **options):
+    torch.manual_seed(0)
+    return create_model(name, num_classes=7, **SHALLOW[name], **options).eval()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiles_as_one_graph(name):
+    model, images = shallow(name), torch.randn(2, 3, 96, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images), model(images))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inductor_trains_as_eager_does(name):
+    model, images = shallow(name), torch.randn(2, 3, 96, 64)
+    compiled = torch.compile(model, fullgraph=True)
+    model(images).square().sum().backward()
+    eager = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    compiled(images).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, eager[key], rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exports_with_a_dynamic_batch(name):
+    model = shallow(name)
+    exported = torch.export.export(
+        model, (torch.randn(2, 3, 64, 96),), dynamic_shapes=({0: torch.export.Dim("batch")},)
+    )
+    images = torch.randn(5, 3, 64, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(exported.module()(images), model(images))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scripts_for_any_size(name):
+    model = shallow(name)
+    scripted = torch.jit.script(model)
+    with torch.no_grad():
+        for size in ((64, 64), (75, 98)):
+            images = torch.randn(2, 3, *size)
+            torch.testing.assert_close(scripted(images), model(images))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradient_checkpointing_changes_nothing(name):
+    model, images = shallow(name).train(), torch.randn(2, 3, 64, 64)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(images).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_features_only_gives_the_levels(name):
+    features = create_model(name, features_only=True, **SHALLOW[name]).eval()
+    with torch.no_grad():
+        maps = features(torch.randn(1, 3, 128, 96))
+    reductions = features.feature_info.reduction()
+    assert reductions == ([16, 16, 16] if name == "inline_deit_tiny" else [4, 8, 16, 32])
+    for level, reduction, channels in zip(maps, reductions, features.feature_info.channels(), strict=True):
+        assert level.shape == (1, channels, 128 // reduction, 96 // reduction)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chosen_levels_equal_all_levels(name):
+    model, images = shallow(name), torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        features, maps = model.forward_intermediates(images)
+        torch.testing.assert_close(features, model.forward_features(images))
+        (chosen,) = model.forward_intermediates(images, indices=[1], stop_early=True, intermediates_only=True)
+        torch.testing.assert_close(chosen, maps[1])
+        (tokens,) = model.forward_intermediates(images, indices=[1], output_fmt="NLC", intermediates_only=True)
+        torch.testing.assert_close(tokens, maps[1].flatten(2).transpose(1, 2))
+        normed = model.forward_intermediates(images, indices=1, norm=True, intermediates_only=True)[0]
+        prefix = model.num_prefix_tokens
+        last = features[:, prefix:].transpose(1, 2).unflatten(2, (4, 6)) if prefix else features
+        torch.testing.assert_close(normed, last)
+        pruned = create_model(name, num_classes=7, **SHALLOW[name]).eval()
+        pruned.load_state_dict(model.state_dict())
+        assert pruned.prune_intermediate_layers([0, 1], prune_norm=True) == [0, 1]
+        torch.testing.assert_close(pruned.forward_intermediates(images, intermediates_only=True), maps[:2])
+    assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reset_classifier_and_pooling(name):
+    model, images = shallow(name), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        model.reset_classifier(3)
+        assert model(images).shape == (2, 3)
+        model.reset_classifier(0)
+        assert model(images).shape == (2, model.num_features)
+        assert torch.equal(model(images), model.forward_head(model.forward_features(images), pre_logits=True))
+        model.reset_classifier(0, "")
+        assert torch.equal(model(images), model.forward_features(images))
+        with pytest.raises(ValueError, match=r"global_pool.*choose"):
+            model.reset_classifier(3, "median")
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny"])
+def test_norms_biases_positions_and_tables_do_not_decay(name):
+    model = create_model(name, device="meta")
+    still, decaying = param_groups_weight_decay(model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay())
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    assert still["weight_decay"] == 0
+    decaying_names = {names[id(parameter)] for parameter in decaying["params"]}
+    for key, parameter in model.named_parameters():
+        particular = ("class_token", "positions.table", "relative_position_bias_table")
+        expected = parameter.ndim > 1 and not key.endswith(particular)
+        assert (key in decaying_names) == expected, key
+    assert any(key.endswith("local_residual.fc2.weight") for key in decaying_names) or name == "pvt_tiny"
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny"])
+def test_layer_decay_grows_with_depth(name):
+    model = create_model(name, device="meta")
+    groups = param_groups_layer_decay(model, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay())
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    scale = {names[id(parameter)]: group["lr_scale"] for group in groups for parameter in group["params"]}
+    assert set(scale) == set(names.values())
+    blocks = [key for key in scale if key.endswith("attn.proj.weight")]
+    scales = [scale[key] for key in blocks]
+    assert scales == sorted(scales)
+    assert len(set(scales)) == len(scales)
+    assert scale["stages.0.embed.proj.weight"] < min(scales)
+    assert scale["head.weight"] == 1 > max(scales)
+
+
+def test_attention_is_spelled_out_by_stage_and_block():
+    assert attention_by_stage("inline", (1, 2)) == [["inline"], ["inline", "inline"]]
+    assert attention_by_stage(("inline", ("inline", "softmax")), (2, 4)) == [
+        ["inline"] * 2,
+        ["inline", "softmax", "softmax", "softmax"],
+    ]
+    base = create_model("inline_swin_base", device="meta")
+    kinds = [[type(block.attn).__name__ for block in stage.blocks] for stage in base.stages]
+    assert kinds[0] == kinds[1] == ["InLineAttention"] * 2
+    assert kinds[2] == ["InLineAttention"] * 2 + ["SoftmaxAttention"] * 16
+    assert kinds[3] == ["SoftmaxAttention"] * 2
+
+
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny", "pvt_tiny", "cswin_tiny"])
+def test_any_mix_by_stage(name):
+    words = ("linear", "inline", "softmax", "inline")
+    model = create_model(name, attention=words, num_classes=4)
+    assert [type(stage.blocks[0].attn).__name__.lower().removesuffix("attention") for stage in model.stages] == [*words]
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 4)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"'flash'.*inline, linear, softmax"):
+        create_model("inline_swin_tiny", attention="flash")
+    with pytest.raises(ValueError, match="names 2 stages, but the model has 4"):
+        create_model("inline_swin_tiny", attention=("inline", "softmax"))
+    with pytest.raises(ValueError, match="1 to 2 attention words"):
+        create_model("inline_swin_tiny", attention=(("inline",) * 3, "inline", "inline", "inline"))
+    with pytest.raises(ValueError, match=r"stage 0 .* 8 times.*sr_ratio of 1"):
+        create_model("inline_pvt_tiny", sr_ratios=(8, 4, 2, 1))
+    with pytest.raises(ValueError, match="class_token=False"):
+        create_model("inline_deit_tiny", window_size=4)
+    with pytest.raises(TypeError, match="atention"):
+        create_model("inline_deit_tiny", atention="inline")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_wrong_images_are_refused(name):
+    model = shallow(name)
+    with pytest.raises(ValueError, match=r"floating-point images.*uint8.*normalise"):
+        model(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"\(batch, 3, height, width\)"):
+        model(torch.zeros(1, 1, 64, 64))
+    with pytest.raises(ValueError, match=r"\(batch, 3, height, width\)"):
+        model(torch.zeros(3, 64, 64))
+
+
+def test_importing_registers_all_models():
+    for name in ("deit", "pvt", "swin", "cswin"):
+        assert f"inline_{name}_tiny" in timm.list_models(module=f"inline_{name}")

@@ -1,0 +1,26 @@
+"""Our models answer what the reference implementation answers, through the real loader."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import inlinevit
+
+LOGITS = np.load(Path(__file__).parents[1] / "data" / "logits.npz")
+
+
+@pytest.mark.parametrize("name", LOGITS.files)
+def test_logits_equal_those_of_the_reference(name, published_weights, tmp_path):
+    path = tmp_path / f"{name}.pth"
+    torch.save({"model": published_weights(name)}, path)
+    model = timm.create_model(name).eval()
+    inlinevit.load_checkpoint(model, path)
+    size = model.pretrained_cfg["input_size"]
+    image = np.random.RandomState(0).standard_normal((1, *size)).astype(np.float32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(image))[0].numpy()
+    # The bound asked for is 1e-3; float32 noise is about 1e-5.
+    np.testing.assert_allclose(logits, LOGITS[name], rtol=0, atol=1e-4)

@@ -1,0 +1,92 @@
+"""Queries, keys and values for the tests of the ops."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inlinevit import ops
+
+FAST = {"softmax": ops.softmax_attention, "linear": ops.linear_attention, "inline": ops.inline_attention}
+
+
+@dataclass
+class Problem:
+    """One attention with its inputs; `fast` and `explicit` are the two ways to compute it."""
+
+    kind: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def fast(self) -> Tensor:
+        return FAST[self.kind](self.q, self.k, self.v, **self.options)
+
+    def weights(self) -> Tensor:
+        return ops.attention_weights(self.q, self.k, kind=self.kind, **self.options)
+
+    def explicit(self) -> Tensor:
+        return self.weights() @ self.v
+
+    def leaves(self) -> dict[str, Tensor]:
+        """All that can be differentiated."""
+        found = {"q": self.q, "k": self.k, "v": self.v}
+        if self.options.get("affine") is not None:
+            found["A"], found["b"] = self.options["affine"]
+        if self.options.get("bias") is not None:
+            found["bias"] = self.options["bias"]
+        return found
+
+    def gradients(self, out: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        leaves = self.leaves()
+        return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), cotangent), strict=True))
+
+
+@pytest.fixture(scope="session")
+def make_problem() -> Callable[..., Problem]:
+    def make(
+        kind: str,
+        feature_map: str | None = None,
+        *,
+        queries: int = 7,
+        tokens: int = 7,
+        batch: int = 2,
+        heads: int = 2,
+        width: int = 4,
+        value_width: int = 3,
+        seed: int = 0,
+        **options: Any,
+    ) -> Problem:
+        """A random problem in float64. Linear attention gets inputs whose divisors stay away from zero."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        q, k = draw(batch, heads, queries, width), draw(batch, heads, tokens, width)
+        v = draw(batch, heads, tokens, value_width) + 1
+        if kind == "linear":
+            # q and k lean to the same side in each coordinate. Signed maps get a negative one too.
+            lean = torch.ones(width, dtype=torch.float64)
+            lean[1] = -1 if feature_map in ("identity", "leaky_relu") else 1
+            q, k = 0.4 * q + 2 * lean, 0.4 * k + 2 * lean
+        if feature_map is not None:
+            options["feature_map"] = feature_map
+        if feature_map == "relu_affine":
+            matrix = 0.3 * draw(heads, width, width) + torch.eye(width, dtype=torch.float64)
+            options["affine"] = (matrix, draw(heads, width) + 1)
+        problem = Problem(kind, q, k, v, options)
+        for leaf in problem.leaves().values():
+            leaf.requires_grad_()
+        return problem
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

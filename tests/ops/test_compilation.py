@@ -1,0 +1,77 @@
+"""The ops under torch.jit.script and torch.compile give the numbers of eager mode."""
+
+import pytest
+import torch
+
+from inlinevit import ops
+
+MASK = torch.tensor([[True, False, True, True, True], [True, True, True, False, False]])
+CASES = [
+    ("softmax", None, None),
+    ("softmax", None, MASK),
+    ("linear", "relu", None),
+    ("linear", "relu_affine", MASK),
+    ("inline", "identity", None),
+    ("inline", "exp", MASK),
+    ("inline", "relu_affine", MASK),
+]
+cases = pytest.mark.parametrize(("kind", "phi", "mask"), CASES)
+
+
+def fast(kind):
+    return {"softmax": ops.softmax_attention, "linear": ops.linear_attention, "inline": ops.inline_attention}[kind]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Compiled code of one test is not the next one's."""
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@cases
+def test_script(make_problem, kind, phi, mask):
+    problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
+    scripted = torch.jit.script(fast(kind))
+    for _ in range(3):  # the second and third run are optimised
+        out = scripted(problem.q, problem.k, problem.v, **problem.options)
+    torch.testing.assert_close(out, problem.fast(), rtol=0, atol=1e-12)
+
+
+@cases
+def test_compile_in_one_graph(make_problem, kind, phi, mask):
+    problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
+    compiled = torch.compile(fast(kind), fullgraph=True, backend="aot_eager")
+    out = compiled(problem.q, problem.k, problem.v, **problem.options)
+    torch.testing.assert_close(out, problem.fast(), rtol=0, atol=1e-12)
+    cotangent = torch.randn_like(out)
+    expected = problem.gradients(problem.fast(), cotangent)
+    torch.testing.assert_close(problem.gradients(out, cotangent), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_local_residual():
+    v, kernels = torch.randn(2, 2, 6, 3), torch.randn(2, 54)
+    expected = ops.local_residual(v, kernels, (2, 3))
+    torch.testing.assert_close(torch.jit.script(ops.local_residual)(v, kernels, (2, 3)), expected)
+    compiled = torch.compile(ops.local_residual, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(v, kernels, (2, 3)), expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "inline"])
+def test_compile_in_one_graph_under_autocast(make_problem, kind):
+    """Autocast stays switched off inside the op."""
+    problem = make_problem(kind, queries=4, tokens=5)
+    q, k, v = (x.detach().float() for x in (problem.q, problem.k, problem.v))
+    compiled = torch.compile(fast(kind), fullgraph=True, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = compiled(q, k, v)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), problem.fast(), rtol=0, atol=1e-5)
+
+
+def test_inductor(make_problem):
+    problem = make_problem("inline", queries=4, tokens=5, mask=MASK)
+    compiled = torch.compile(ops.inline_attention, fullgraph=True)
+    out = compiled(problem.q.detach(), problem.k.detach(), problem.v.detach(), mask=MASK)
+    torch.testing.assert_close(out, problem.fast().detach(), rtol=0, atol=1e-12)
