@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from . import __version__
 from .models.catalog import CATALOG, HEADINGS, cells
 
 try:
@@ -18,7 +19,9 @@ except ImportError as error:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; this is what `inlinevit` on the command line calls."""
-    parser = ArgumentParser(prog="inlinevit", description="Vision transformers with InLine attention.")
+    parser = ArgumentParser(
+        prog="inlinevit", description="Vision transformers with InLine attention.", version=__version__
+    )
     commands = parser.add_subcommands(required=True)
     commands.add_subcommand("models", models_parser(), help="list all models with their size, cost and accuracy")
     settings = parser.parse_args(arguments).models

@@ -152,6 +152,60 @@ def test_layer_decay_grows_with_depth(name):
     assert scale["head.weight"] == 1 > max(scales)
 
 
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "pvt_tiny"])
+def test_a_pruned_model_works_on(name):
+    model, images = create_model(name, img_size=64).eval(), torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        maps = model.forward_intermediates(images, intermediates_only=True)
+        taken = model.prune_intermediate_layers([0, 1], prune_norm=False)
+        pruned = model.forward_intermediates(images, indices=taken, norm=True, intermediates_only=True)
+        torch.testing.assert_close(pruned, maps[:2])
+        model.set_input_size((64, 96))
+        assert model.forward_features(images).shape == maps[1].shape
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny"])
+def test_init_weights_fills_an_empty_model(name):
+    torch.manual_seed(0)
+    model = create_model(name, device="meta").to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    model.init_weights()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    fresh = create_model(name)
+    for (key, parameter), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        spread, expected = parameter.std(correction=0).item(), other.std(correction=0).item()
+        assert spread == pytest.approx(expected, rel=0.3, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny"])
+def test_an_empty_batch_is_answered_empty(name):
+    assert create_model(name, num_classes=3).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_without_pooling_answers_for_every_place(name):
+    model = shallow(name, global_pool="")
+    logits = model(torch.randn(1, 3, 64, 96))
+    assert logits.shape == ((1, 1 + 4 * 6, 7) if model.num_prefix_tokens else (1, 7, 2, 3))
+
+
+def test_softmax_swin_answers_as_timms_does():
+    torch.manual_seed(0)
+    theirs = create_model("swin_tiny_patch4_window7_224", depths=(2, 2, 2, 2)).eval()
+    torch.nn.init.normal_(theirs.layers[0].blocks[1].attn.relative_position_bias_table)
+    ours = create_model("inline_swin_tiny", depths=(2, 2, 2, 2), attention="softmax").eval()
+    weights = {}
+    for name, value in theirs.state_dict().items():
+        if not name.endswith(("relative_position_index", "attn_mask")):
+            name = name.replace("patch_embed.", "stages.0.embed.").replace("layers.", "stages.")
+            weights[name.replace(".downsample.", ".embed.").replace("head.fc.", "head.")] = value
+    ours.load_state_dict(weights)
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
+
+
 def test_attention_is_spelled_out_by_stage_and_block():
     assert attention_by_stage("inline", (1, 2)) == [["inline"], ["inline", "inline"]]
     assert attention_by_stage(("inline", ("inline", "softmax")), (2, 4)) == [
@@ -184,6 +238,16 @@ def test_wrong_arguments_are_named():
         create_model("inline_pvt_tiny", sr_ratios=(8, 4, 2, 1))
     with pytest.raises(ValueError, match="class_token=False"):
         create_model("inline_deit_tiny", window_size=4)
+    with pytest.raises(ValueError, match="num_heads must have an entry for each of the 4 stages"):
+        create_model("inline_swin_tiny", num_heads=(3, 6))
+    with pytest.raises(ValueError, match="sr_ratios must have an entry for each of the 4 stages"):
+        create_model("pvt_tiny", sr_ratios=(8, 4, 2))
+    with pytest.raises(ValueError, match="at least one block"):
+        create_model("inline_deit_tiny", depth=0)
+    with pytest.raises(ValueError, match="num_heads=1 must be even"):
+        create_model("cswin_tiny", num_heads=(1, 2, 4, 8))
+    with pytest.raises(ValueError, match=r"reduction=2 .* prefix tokens"):
+        create_model("pvt_tiny", sr_ratios=(8, 4, 2, 2))
     with pytest.raises(TypeError, match="atention"):
         create_model("inline_deit_tiny", atention="inline")
 

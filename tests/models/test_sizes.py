@@ -128,3 +128,9 @@ def test_half_precision_and_autocast_stay_close(family, dtype):
     assert half.dtype == dtype
     for answer in (autocast, half):
         assert (answer.double() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_a_stage_with_a_class_token_sees_its_whole_map():
+    model = timm.create_model("pvt_tiny", attention="inline", window_size=3, num_classes=5)
+    for size in ((64, 64), (130, 98)):
+        assert model(torch.randn(1, 3, *size)).shape == (1, 5)

@@ -194,3 +194,12 @@ def test_unknown_option():
     q = torch.zeros(1, 1, 2, 3)
     with pytest.raises(TypeError, match="featuremap"):
         ops.attention_weights(q, q, kind="inline", featuremap="relu")
+
+
+def test_every_kind_takes_the_identity_as_its_feature_map():
+    q, k = torch.rand(1, 1, 3, 2, dtype=torch.float64), torch.rand(1, 1, 4, 2, dtype=torch.float64)
+    for kind in ("softmax", "linear", "inline"):
+        rows = ops.attention_weights(q, k, kind=kind, feature_map="identity")
+        torch.testing.assert_close(rows.sum(-1), torch.ones(1, 1, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="softmax attention has no feature map 'relu'"):
+        ops.attention_weights(q, k, kind="softmax", feature_map="relu")

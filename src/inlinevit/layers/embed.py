@@ -106,8 +106,13 @@ class PositionEmbedding(nn.Module):
         self.grid = grid
         self.num_prefix_tokens = num_prefix_tokens
         self.interpolation = interpolation
-        table = torch.zeros(1, num_prefix_tokens + grid[0] * grid[1], dim, device=device, dtype=dtype)
+        table = torch.empty(1, num_prefix_tokens + grid[0] * grid[1], dim, device=device, dtype=dtype)
         self.table = nn.Parameter(table)
+        self.reset_parameters()
+
+    @torch.jit.ignore
+    def reset_parameters(self) -> None:
+        """Draw the positions anew."""
         trunc_normal_(self.table, std=0.02)
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:

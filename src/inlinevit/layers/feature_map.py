@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.feature_maps import unknown_feature_map
 from .layouts import Windows, take_share
 
 
@@ -27,15 +28,22 @@ class FeatureMap(nn.Module):
     ) -> None:
         super().__init__()
         if name not in ops.FEATURE_MAPS:
-            raise ValueError(f"unknown feature map {name!r}: choose one of {', '.join(ops.FEATURE_MAPS)}")
+            raise unknown_feature_map(name)
         self.name = name
         self.matrix: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if name == "relu_affine":
-            # ReLU(x) to begin with
-            eye = torch.eye(head_dim, device=device, dtype=dtype)
-            self.matrix = nn.Parameter(eye.repeat(num_heads, 1, 1))
-            self.bias = nn.Parameter(torch.zeros(num_heads, head_dim, device=device, dtype=dtype))
+            self.matrix = nn.Parameter(torch.empty(num_heads, head_dim, head_dim, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(num_heads, head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.jit.ignore
+    def reset_parameters(self) -> None:
+        """Plain ReLU to begin with: A = 1, b = 0."""
+        if self.matrix is not None and self.bias is not None:
+            with torch.no_grad():
+                self.matrix.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            nn.init.zeros_(self.bias)
 
     def affine(self, windows: Windows) -> tuple[Tensor, Tensor] | None:
         """(A, b) of the windows' share of the heads, for a map that has them."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
@@ -10,7 +9,7 @@ from .. import ops
 from .feature_map import FeatureMap
 from .layouts import Windows
 from .local_residual import LocalResidual
-from .token_mixer import TokenMixer, padding_mask, window_means
+from .token_mixer import TokenMixer, after_prefix, padding_mask, window_means
 
 
 @register_notrace_module
@@ -41,4 +40,4 @@ class InLineAttention(TokenMixer):
             return out
         prefix = q.shape[2] - windows.height * windows.width
         residual = self.local_residual(v[:, :, prefix:], window_means(context, windows), windows)
-        return out + F.pad(residual, (0, 0, prefix, 0))
+        return out + after_prefix(residual, prefix)

@@ -34,6 +34,9 @@ class Windows(NamedTuple):
 class WholeMap(nn.Module):
     """One window: the map."""
 
+    # Into how many equal shares the heads are divided, at the most.
+    shares = 1
+
     def forward(self, size: tuple[int, int]) -> list[Windows]:
         """The windows of each share of the heads, for a map of this size."""
         return [Windows(size[0], size[1], size[0], size[1], 0, 0, 0, 1)]
@@ -41,6 +44,8 @@ class WholeMap(nn.Module):
 
 class SquareWindows(nn.Module):
     """Squares of window_size tokens; along an axis that the window covers, it becomes the map, unshifted."""
+
+    shares = 1
 
     def __init__(self, window_size: int, *, shifted: bool) -> None:
         super().__init__()
@@ -59,6 +64,8 @@ class SquareWindows(nn.Module):
 
 class CrossStripes(nn.Module):
     """Stripes of the map's full height for the first half of the heads, of its full width for the second."""
+
+    shares = 2
 
     def __init__(self, stripe_width: int) -> None:
         super().__init__()

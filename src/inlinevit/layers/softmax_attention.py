@@ -33,14 +33,23 @@ class SoftmaxAttention(TokenMixer):
             raise ValueError(f"reduction={reduction} works on the whole map: leave out the layout, or use reduction=1")
         factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.relative_window = relative_window
-        if reduction > 1 and (relative_window > 0 or self.lepe is not None):
-            raise ValueError(f"reduction={reduction} works without lepe and relative_window: leave them out")
+        if reduction > 1 and (relative_window > 0 or self.lepe is not None or self.num_prefix_tokens > 0):
+            raise ValueError(
+                f"reduction={reduction} works without lepe, relative_window and prefix tokens: leave them out, or use "
+                "reduction=1"
+            )
         self.relative_position_bias_table: nn.Parameter | None = None
         if relative_window > 0:
-            table = torch.zeros((2 * relative_window - 1) ** 2, num_heads, **factory)
+            table = torch.empty((2 * relative_window - 1) ** 2, num_heads, **factory)
             self.relative_position_bias_table = nn.Parameter(table)
-            trunc_normal_(self.relative_position_bias_table, std=0.02)
+        self.reset_parameters()
         self.reduce = ConvEmbed(dim, dim, kernel=reduction, stride=reduction, **factory) if reduction > 1 else None
+
+    @torch.jit.ignore
+    def reset_parameters(self) -> None:
+        """Draw the biases of relative positions anew; the layers within have a reset of their own."""
+        if self.relative_position_bias_table is not None:
+            trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, windows: Windows) -> Tensor:
         """See TokenMixer.mix. Neither padding nor tokens from beyond the seam of a shifted window are seen."""
@@ -69,7 +78,7 @@ class SoftmaxAttention(TokenMixer):
         q = F.linear(x, weight[:dim], None if bias is None else bias[:dim])
         kv = F.linear(reduced, weight[dim:], None if bias is None else bias[dim:])
         q = q.view(batch, tokens, self.num_heads, self.head_dim).transpose(1, 2)
-        k, v = kv.view(batch, -1, 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        k, v = kv.view(batch, reduced.shape[1], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return ops.softmax_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, dim)
 
     def relative_position_bias(self, windows: Windows) -> Tensor | None:

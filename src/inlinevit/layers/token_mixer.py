@@ -4,7 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layouts import WholeMap, Windows, covers_map, cut_windows, merge_windows, take_share, window_mask
+from .layouts import (
+    CrossStripes,
+    SquareWindows,
+    WholeMap,
+    Windows,
+    covers_map,
+    cut_windows,
+    merge_windows,
+    take_share,
+    window_mask,
+)
 
 
 class TokenMixer(nn.Module):
@@ -27,7 +37,7 @@ class TokenMixer(nn.Module):
         dim: int,
         num_heads: int,
         *,
-        layout: nn.Module | None = None,
+        layout: WholeMap | SquareWindows | CrossStripes | None = None,
         qkv_bias: bool = True,
         lepe: bool = False,
         proj_drop: float = 0.0,
@@ -44,6 +54,8 @@ class TokenMixer(nn.Module):
         # -1 stands for "as many as there are".
         self.num_prefix_tokens = -1 if num_prefix_tokens is None else num_prefix_tokens
         self.layout = WholeMap() if layout is None else layout
+        if num_heads % self.layout.shares != 0:
+            raise ValueError(f"{type(layout).__name__} divides the heads in two: num_heads={num_heads} must be even")
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
         self.lepe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype) if lepe else None
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
@@ -68,7 +80,8 @@ class TokenMixer(nn.Module):
         """Mix the tokens.
 
         Args:
-            x: Tokens (batch, prefix + H·W, dim), the map row by row.
+            x: Tokens (batch, prefix + H·W, dim), the map row by row. Without num_prefix_tokens, all tokens beyond H·W
+                are taken for prefix tokens.
             size: (H, W) of the map.
             context: Tokens whose mean stands for x̄, shaped as x; x itself by default.
 
@@ -94,11 +107,6 @@ class TokenMixer(nn.Module):
                 raise ValueError(
                     f"windows of {windows.height}×{windows.width} do not cover the map of {size[0]}×{size[1]}, "
                     "and prefix tokens belong to no window: use the whole map, or no prefix tokens"
-                )
-            if self.num_heads % windows.shares != 0:
-                raise ValueError(
-                    f"{self.num_heads} heads cannot be shared between {windows.shares} kinds of windows: "
-                    "choose num_heads divisible by it"
                 )
             shares.append(self.attend_share(qkv, context, windows))
         return shares[0] if len(shares) == 1 else torch.cat(shares, dim=-1)
@@ -128,12 +136,14 @@ class TokenMixer(nn.Module):
         weight, bias = take_share(self.lepe.weight, windows), take_share(self.lepe.bias, windows)
         x = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, padding=1, groups=heads * width)
         x = x.permute(0, 2, 3, 1).reshape(-1, tokens - prefix, heads, width)
-        return F.pad(x, (0, 0, 0, 0, prefix, 0)).transpose(1, 2)
+        return after_prefix(x.transpose(1, 2), prefix)
 
     def check_tokens(self, x: Tensor, size: tuple[int, int]) -> None:
         """Refuse tokens that do not fit this module or the map."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"expected tokens of shape (batch, tokens, {self.dim}), but got {x.shape}")
+        if not x.is_floating_point():
+            raise ValueError(f"expected tokens in floating point, but got {x.dtype}")
         prefix = x.shape[1] - size[0] * size[1]
         if prefix < 0 or (self.num_prefix_tokens >= 0 and prefix != self.num_prefix_tokens):
             expected = "any number of" if self.num_prefix_tokens < 0 else str(self.num_prefix_tokens)
@@ -155,6 +165,11 @@ def window_means(x: Tensor, windows: Windows) -> Tensor:
         return means
     share = mask.to(x.dtype).mean(dim=1)
     return (means.view(-1, mask.shape[0], x.shape[2]) / share[:, None]).view(-1, x.shape[2])
+
+
+def after_prefix(x: Tensor, prefix: int) -> Tensor:
+    """x (…, tokens, width) with so many tokens of zeros before it."""
+    return F.pad(x, (0, 0, prefix, 0)) if prefix > 0 else x
 
 
 def padding_mask(q: Tensor, windows: Windows) -> Tensor | None:

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from ._checkpoint import load_checkpoint
 from ._stage import Stage, grid_of, tokens_to_map
 
+# The part of published_names that the families share.
+LOCAL_RESIDUAL_NAMES = (
+    (r"\.residual\.0\.", ".local_residual.fc1."),
+    (r"\.residual\.2\.", ".local_residual.fc2."),
+)
+
 
 @register_notrace_function
 def as_image(x: Tensor, in_chans: int) -> Tensor:
@@ -78,7 +84,7 @@ class Backbone(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.global_pool = self._check_pool(global_pool)
         self.head = make_head(dims[-1], num_classes, device=device, dtype=dtype)
-        self.init_weights()
+        self.init_weights(needs_reset=False)
 
     @torch.jit.ignore
     def stage_list(self) -> list[Stage]:
@@ -86,16 +92,19 @@ class Backbone(nn.Module):
         return cast(list[Stage], list(self.stages))
 
     @torch.jit.ignore
-    def init_weights(self) -> None:
-        """Draw linear layers and class token from a truncated normal; the rest keeps its own initial values."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("class_token"):
-                trunc_normal_(parameter, std=0.02)
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Draw all parameters anew, linear layers from a truncated normal.
+
+        Args:
+            needs_reset: Whether the parameters other than those of linear layers hold nothing yet, as after to_empty().
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif needs_reset and hasattr(module, "reset_parameters"):
+                cast(Any, module).reset_parameters()
 
     @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
@@ -171,7 +180,10 @@ class Backbone(nn.Module):
         elif self.global_pool == "avg":
             x = x.mean(dim=(2, 3))
         x = self.head_drop(x)
-        return x if pre_logits else self.head(x)
+        if pre_logits:
+            return x
+        is_map = self.num_prefix_tokens == 0 and self.global_pool == ""
+        return self.head(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if is_map else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (batch, in_chans, H, W) to logits (batch, num_classes)."""
@@ -223,8 +235,10 @@ class Backbone(nn.Module):
 
     @torch.jit.ignore
     def keep_levels(self, count: int) -> None:
-        """Drop the levels after the first `count`."""
-        self.stages = self.stages[:count]
+        """Drop the levels after the first `count`; the norm fits the last level only."""
+        if count < len(self.stages):
+            self.norm = nn.Identity()
+        self.stages, self.reductions = self.stages[:count], self.reductions[:count]
 
     @torch.jit.ignore
     def prune_intermediate_layers(

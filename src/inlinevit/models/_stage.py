@@ -1,10 +1,10 @@
 """Stages: an embedding, then blocks, whose attention is named by words."""
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.layers import calculate_drop_path_rates, to_2tuple, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
@@ -34,6 +34,8 @@ def attention_by_stage(attention: str | Sequence[StageAttention], depths: Sequen
         for word in first:
             if word not in ATTENTIONS:
                 raise ValueError(f"unknown attention {word!r}: choose one of {', '.join(sorted(ATTENTIONS))}")
+        if depth < 1:
+            raise ValueError(f"every stage needs at least one block, but the depths are {tuple(depths)}")
         if not 1 <= len(first) <= depth:
             raise ValueError(f"a stage of {depth} blocks takes 1 to {depth} attention words, not {len(first)}")
         spelled.append(first + first[-1:] * (depth - len(first)))
@@ -65,9 +67,16 @@ class Stage(nn.Module):
         self.num_prefix_tokens = 1 if class_token else 0
         self.grad_checkpointing = False
         self.embed = embed
-        self.class_token = nn.Parameter(torch.zeros(1, 1, dim, device=device, dtype=dtype)) if class_token else None
+        self.class_token = nn.Parameter(torch.empty(1, 1, dim, device=device, dtype=dtype)) if class_token else None
         self.positions = positions
         self.blocks = nn.ModuleList(blocks)
+        self.reset_parameters()
+
+    @torch.jit.ignore
+    def reset_parameters(self) -> None:
+        """Draw the class token anew; the modules within have a reset of their own."""
+        if self.class_token is not None:
+            trunc_normal_(self.class_token, std=0.02)
 
     def embed_tokens(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """The tokens before the first block, (batch, prefix + H·W, dim), and (H, W)."""
@@ -180,6 +189,13 @@ def make_stages(
     ]
 
 
-def square_windows(window_size: int | None, block: int) -> nn.Module:
+def check_stages(depths: Sequence[int], **by_stage: Sequence[Any] | None) -> None:
+    """Refuse arguments that do not have an entry for each stage."""
+    for name, entries in by_stage.items():
+        if entries is not None and len(entries) != len(depths):
+            raise ValueError(f"{name} must have an entry for each of the {len(depths)} stages, but it is {entries}")
+
+
+def square_windows(window_size: int | None, block: int) -> WholeMap | SquareWindows:
     """Windows that shift in every second block, or the whole map if no size is given."""
     return WholeMap() if window_size is None else SquareWindows(window_size, shifted=block % 2 == 1)

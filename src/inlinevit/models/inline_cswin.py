@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import to_2tuple
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import ConvEmbed, CrossStripes, SoftmaxAttention, TokenMixer, WholeMap
 from ._backbone import Backbone
 from ._registry import create, default_cfg
-from ._stage import StageAttention, make_stages
+from ._stage import StageAttention, check_stages, grid_of, make_stages
 
 __all__ = ["InLineCSWin"]
 
@@ -74,8 +73,9 @@ class InLineCSWin(Backbone):
         dtype: torch.dtype | None = None,
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        coarse = max(7, min(to_2tuple(img_size)) // 32)
-        stripes = split_sizes or (1, 2, coarse, coarse)
+        check_stages(depths, num_heads=num_heads, split_sizes=split_sizes)
+        coarse = max(7, min(grid_of(img_size, 32)))
+        stripes = (1, 2, coarse, coarse) if split_sizes is None else split_sizes
         dims = [embed_dim * 2**i for i in range(len(depths))]
         options = {"lepe": True, "qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
 
@@ -122,9 +122,9 @@ default_cfgs = generate_default_cfgs(
         "inline_cswin_small.in1k": default_cfg("inline_cswin_small", "59f4e65f776f4052b93c"),
         "inline_cswin_base.in1k": default_cfg("inline_cswin_base", "91e17121df284ae38521"),
         "inline_cswin_base_384.untrained": default_cfg(size=384),
-        "cswin_tiny.untrained": default_cfg(),
-        "cswin_small.untrained": default_cfg(),
-        "cswin_base.untrained": default_cfg(),
+        "cswin_tiny.untrained": default_cfg(paper_ids="arXiv:2107.00652"),
+        "cswin_small.untrained": default_cfg(paper_ids="arXiv:2107.00652"),
+        "cswin_base.untrained": default_cfg(paper_ids="arXiv:2107.00652"),
     }
 )
 

@@ -7,7 +7,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..layers import ConvEmbed, PositionEmbedding, SoftmaxAttention, TokenMixer
-from ._backbone import Backbone
+from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
 from ._stage import StageAttention, grid_of, make_stages, square_windows, tokens_to_map
 
@@ -41,8 +41,7 @@ class InLineDeiT(Backbone):
         (r"^pos_embed$", "stages.0.positions.table"),
         (r"^patch_embed\.", "stages.0.embed."),
         (r"^blocks\.", "stages.0.blocks."),
-        (r"\.residual\.0\.", ".local_residual.fc1."),
-        (r"\.residual\.2\.", ".local_residual.fc2."),
+        *LOCAL_RESIDUAL_NAMES,
     )
 
     default_out_indices = 3
@@ -135,9 +134,9 @@ class InLineDeiT(Backbone):
 
 default_cfgs = generate_default_cfgs(
     {
-        "inline_deit_tiny.in1k": default_cfg("inline_deit_tiny", "1d6b8191ad6d4114b291"),
-        "inline_deit_small.in1k": default_cfg("inline_deit_small", "2f3898b07e9247f3beb3", 288),
-        "inline_deit_base.in1k": default_cfg("inline_deit_base", "10bdd726d4b0435eb34e", 448),
+        "inline_deit_tiny.in1k": default_cfg("inline_deit_tiny", "1d6b8191ad6d4114b291", pool_size=None),
+        "inline_deit_small.in1k": default_cfg("inline_deit_small", "2f3898b07e9247f3beb3", 288, pool_size=None),
+        "inline_deit_base.in1k": default_cfg("inline_deit_base", "10bdd726d4b0435eb34e", 448, pool_size=None),
     }
 )
 

@@ -8,9 +8,9 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import ConvEmbed, PositionEmbedding, SoftmaxAttention, TokenMixer
-from ._backbone import Backbone
+from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
-from ._stage import StageAttention, grid_of, make_stages, square_windows
+from ._stage import StageAttention, check_stages, grid_of, make_stages, square_windows
 
 __all__ = ["InLinePVT"]
 
@@ -32,7 +32,8 @@ class InLinePVT(Backbone):
         mlp_ratios: Width of the MLPs of each stage, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all stages, or an entry a stage (see attention_by_stage).
-        window_size: Side of the windows of attention that is not softmax; None = the whole map.
+        window_size: Side of the windows of attention that is not softmax; None = the whole map. A stage with a class
+            token always sees its whole map.
         sr_ratios: How much each stage reduces the map of keys and values. By default 8-4-2-1 where attention is
             softmax and 1 elsewhere. The local residual needs the values of all tokens.
         class_token: Whether the last stage has a class token (with a final norm, as in PVT version 1).
@@ -50,8 +51,7 @@ class InLinePVT(Backbone):
         (r"\.attn\.norm\.", ".attn.reduce.norm."),
         (r"\.attn\.q\.(\w+)$", r".attn.qkv.\1#0"),
         (r"\.attn\.kv\.(\w+)$", r".attn.qkv.\1#1"),
-        (r"\.residual\.0\.", ".local_residual.fc1."),
-        (r"\.residual\.2\.", ".local_residual.fc2."),
+        *LOCAL_RESIDUAL_NAMES,
     )
 
     def __init__(
@@ -77,6 +77,7 @@ class InLinePVT(Backbone):
         dtype: torch.dtype | None = None,
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        check_stages(depths, embed_dims=embed_dims, num_heads=num_heads, mlp_ratios=mlp_ratios, sr_ratios=sr_ratios)
         reductions = [4 * 2**i for i in range(len(depths))]
         prefixes = [1 if class_token and i == len(depths) - 1 else 0 for i in range(len(depths))]
         options = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, **factory}
@@ -93,13 +94,15 @@ class InLinePVT(Backbone):
                 "num_prefix_tokens": prefixes[stage],
             }
             if issubclass(kind, SoftmaxAttention):
-                return kind(reduction=(sr_ratios or SOFTMAX_REDUCTIONS)[stage], **shape, **options)
+                reduction = SOFTMAX_REDUCTIONS[stage] if sr_ratios is None else sr_ratios[stage]
+                return kind(reduction=reduction, **shape, **options)
             if sr_ratios is not None and sr_ratios[stage] > 1:
                 raise ValueError(
                     f"stage {stage} reduces keys and values {sr_ratios[stage]} times, but {kind.__name__} needs the "
                     "values of all tokens: use an sr_ratio of 1 there, or softmax"
                 )
-            return kind(layout=square_windows(window_size, block), **shape, **options)
+            # A class token belongs to no window: its stage sees the whole map.
+            return kind(layout=square_windows(None if prefixes[stage] else window_size, block), **shape, **options)
 
         stages = make_stages(
             make_embed,
@@ -143,10 +146,10 @@ default_cfgs = generate_default_cfgs(
         "inline_pvt_small.in1k": default_cfg("inline_pvt_small", "1ab953b2479d433080a3"),
         "inline_pvt_medium.in1k": default_cfg("inline_pvt_medium", "a72aec31e6084bc0a280"),
         "inline_pvt_large.in1k": default_cfg("inline_pvt_large", "efd91318ba964f01b288"),
-        "pvt_tiny.untrained": default_cfg(),
-        "pvt_small.untrained": default_cfg(),
-        "pvt_medium.untrained": default_cfg(),
-        "pvt_large.untrained": default_cfg(),
+        "pvt_tiny.untrained": default_cfg(paper_ids="arXiv:2102.12122"),
+        "pvt_small.untrained": default_cfg(paper_ids="arXiv:2102.12122"),
+        "pvt_medium.untrained": default_cfg(paper_ids="arXiv:2102.12122"),
+        "pvt_large.untrained": default_cfg(paper_ids="arXiv:2102.12122"),
     }
 )
 

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import to_2tuple
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import ConvEmbed, PatchMerging, SoftmaxAttention, TokenMixer
-from ._backbone import Backbone
+from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
-from ._stage import StageAttention, make_stages, square_windows
+from ._stage import StageAttention, check_stages, grid_of, make_stages, square_windows
 
 __all__ = ["InLineSwin"]
 
@@ -43,8 +42,7 @@ class InLineSwin(Backbone):
         # The reference makes a map coarser at the end of a stage, we do it at the beginning of the next.
         *((rf"^layers\.{i}\.downsample\.", f"stages.{i + 1}.embed.") for i in range(3)),
         (r"^layers\.", "stages."),
-        (r"\.residual\.0\.", ".local_residual.fc1."),
-        (r"\.residual\.2\.", ".local_residual.fc2."),
+        *LOCAL_RESIDUAL_NAMES,
     )
 
     def __init__(
@@ -69,7 +67,10 @@ class InLineSwin(Backbone):
         dtype: torch.dtype | None = None,
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        softmax_window = softmax_window_size or max(7, (window_size or min(to_2tuple(img_size)) // 4) // 8)
+        check_stages(depths, num_heads=num_heads)
+        if softmax_window_size is None:
+            softmax_window_size = max(7, (window_size or min(grid_of(img_size, 4))) // 8)
+        softmax_window = softmax_window_size
         dims = [embed_dim * 2**i for i in range(len(depths))]
         options: dict[str, Any] = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
 

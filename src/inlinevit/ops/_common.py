@@ -10,10 +10,14 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     """Refuse shapes that do not make an attention; all tensors are (batch, heads, tokens, width)."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError("q, k and v must have four dimensions: (batch, heads, tokens, width)")
+    if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"q, k and v must have one batch and as many heads, but are {q.shape}, {k.shape}, {v.shape}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have one width, but they have {q.shape[-1]} and {k.shape[-1]}")
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"k and v must have as many tokens, but they have {k.shape[-2]} and {v.shape[-2]}")
+    if k.shape[-2] == 0:
+        raise ValueError("there must be at least one key to attend to")
     if mask is not None:
         if mask.dtype != torch.bool:
             raise ValueError(f"mask must be boolean (True = real token), but it is {mask.dtype}")

@@ -41,4 +41,9 @@ def map_keys(k: Tensor, name: str, affine: tuple[Tensor, Tensor] | None, mask: T
 
 @torch.jit.unused
 def _refuse(name: str) -> Tensor:
-    raise ValueError(f"unknown feature map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")
+    raise unknown_feature_map(name)
+
+
+def unknown_feature_map(name: str) -> ValueError:
+    """What to raise for a name that is none of FEATURE_MAPS."""
+    return ValueError(f"unknown feature map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")

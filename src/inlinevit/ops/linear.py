@@ -31,7 +31,7 @@ def linear_attention(
         k: Keys (batch, heads, tokens, width).
         v: Values (batch, heads, tokens, value width).
         scale: Factor of φ(q)·φ(k); it cancels in the division. width^-1/2 by default.
-        feature_map: φ, one of FEATURE_MAPS. With signed maps the divisor can pass through zero.
+        feature_map: φ, one of FEATURE_MAPS; ReLU by default. With signed maps the divisor can pass through zero.
         affine: (A, b) of `relu_affine`.
         mask: (batch, tokens), True = real token.
         epsilon: Added to the divisor.

@@ -25,14 +25,14 @@ def local_residual(v: Tensor, kernels: Tensor, size: tuple[int, int]) -> Tensor:
         raise ValueError(f"{tokens} tokens do not make a map of {height}×{breadth}: pass the size of the token grid")
     if kernels.numel() != 9 * batch * heads * width:
         raise ValueError(f"expected 9 numbers for each of {batch}×{heads}×{width} channels, but got {kernels.shape}")
-    # (batch, 1, 1, heads, width, 9), to be spread over the map
-    taps = promote(kernels).reshape(batch, 1, 1, heads, width, 9)
-    # Channels last: (batch, H, W, heads, width), a border of zeros around it.
-    padded = F.pad(promote(v).transpose(1, 2).reshape(batch, height, breadth, heads, width), (0, 0, 0, 0, 1, 1, 1, 1))
-    # Nine shifted copies, each scaled by its tap. A grouped convolution (groups = batch × channels) is slower on CPUs
-    # and freezes the batch size in exported graphs.
-    out = padded[:, :height, :breadth] * taps[..., 0]
+    # (9, batch, 1, 1, channels): each tap is spread over the map.
+    taps = promote(kernels).reshape(batch, heads * width, 9).permute(2, 0, 1).contiguous()[:, :, None, None]
+    # Channels last: (batch, H, W, channels), a border of zeros around it.
+    padded = F.pad(promote(v).transpose(1, 2).reshape(batch, height, breadth, heads * width), (0, 0, 1, 1, 1, 1))
+    # Nine shifted copies, each scaled by its tap. A grouped convolution (groups = batch × channels) would freeze the
+    # batch size in exported graphs.
+    out = padded[:, :height, :breadth] * taps[0]
     for tap in range(1, 9):
         row, column = tap // 3, tap % 3
-        out = out + padded[:, row : row + height, column : column + breadth] * taps[..., tap]
-    return out.reshape(batch, tokens, heads, width).transpose(1, 2).to(v.dtype)
+        out.addcmul_(padded[:, row : row + height, column : column + breadth], taps[tap])
+    return out.view(batch, tokens, heads, width).transpose(1, 2).to(v.dtype)

@@ -35,10 +35,18 @@ def softmax_attention(
 
 @explicit_form("softmax")
 def softmax_weights(
-    q: Tensor, k: Tensor, *, scale: float | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    feature_map: str = "identity",
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """The rows of softmax attention, (batch, heads, queries, tokens)."""
+    """The rows of softmax attention, (batch, heads, queries, tokens). It has no feature map but "identity"."""
     check_qkv(q, k, k, mask)
+    if feature_map != "identity":
+        raise ValueError(f"softmax attention has no feature map {feature_map!r}: leave it out, or use 'identity'")
     scores = promote(q) @ promote(hide_padding(k, mask)).transpose(-2, -1) * default_scale(q, scale)
     if bias is not None:
         scores = scores + bias

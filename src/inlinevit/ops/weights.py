@@ -28,7 +28,7 @@ def attention_weights(q: Tensor, k: Tensor, *, kind: str, **options: object) -> 
         q: Queries (batch, heads, queries, width).
         k: Keys (batch, heads, tokens, width).
         kind: The attention's word: "softmax", "linear", "inline".
-        **options: Those of the attention itself: scale, mask, and feature_map and affine, or bias for softmax.
+        **options: Those of the attention itself: scale, mask, feature_map, affine, or bias for softmax.
 
     Returns:
         (batch, heads, queries, tokens).
