@@ -52,7 +52,7 @@ def test_prefix_tokens_with_reduction_are_refused():
 @pytest.mark.parametrize("layout", [SquareWindows(4, shifted=False), CrossStripes(2)])
 def test_windows_with_reduction_are_refused(layout):
     with pytest.raises(
-        ValueError, match="reduction=2 works on the whole map: leave out the layout, or use reduction=1"
+        ValueError, match=r"reduction=2 works on the whole map, without windows.*leave them out, or use reduction=1"
     ):
         SoftmaxAttention(8, 2, reduction=2, layout=layout)
 

@@ -22,5 +22,5 @@ def test_logits_equal_those_of_the_reference(name, published_weights, tmp_path):
     image = np.random.RandomState(0).standard_normal((1, *size)).astype(np.float32)
     with torch.no_grad():
         logits = model(torch.from_numpy(image))[0].numpy()
-    # The bound asked for is 1e-3; float32 noise is about 1e-5.
-    np.testing.assert_allclose(logits, LOGITS[name], rtol=0, atol=1e-4)
+    # What float32 leaves: 2e-6 to 4e-6 were seen.
+    np.testing.assert_allclose(logits, LOGITS[name], rtol=0, atol=2e-5)

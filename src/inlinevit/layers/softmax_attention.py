@@ -29,21 +29,20 @@ class SoftmaxAttention(TokenMixer):
         self, dim: int, num_heads: int, *, relative_window: int = 0, reduction: int = 1, **options: Any
     ) -> None:
         super().__init__(dim, num_heads, **options)
-        if reduction > 1 and not isinstance(self.layout, WholeMap):
-            raise ValueError(f"reduction={reduction} works on the whole map: leave out the layout, or use reduction=1")
+        windowed = relative_window > 0 or not isinstance(self.layout, WholeMap)
+        if reduction > 1 and (windowed or self.lepe is not None or self.num_prefix_tokens > 0):
+            raise ValueError(
+                f"reduction={reduction} works on the whole map, without windows, lepe, relative_window and prefix "
+                "tokens: leave them out, or use reduction=1"
+            )
         factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.relative_window = relative_window
-        if reduction > 1 and (relative_window > 0 or self.lepe is not None or self.num_prefix_tokens > 0):
-            raise ValueError(
-                f"reduction={reduction} works without lepe, relative_window and prefix tokens: leave them out, or use "
-                "reduction=1"
-            )
         self.relative_position_bias_table: nn.Parameter | None = None
         if relative_window > 0:
             table = torch.empty((2 * relative_window - 1) ** 2, num_heads, **factory)
             self.relative_position_bias_table = nn.Parameter(table)
-        self.reset_parameters()
         self.reduce = ConvEmbed(dim, dim, kernel=reduction, stride=reduction, **factory) if reduction > 1 else None
+        self.reset_parameters()
 
     @torch.jit.ignore
     def reset_parameters(self) -> None:

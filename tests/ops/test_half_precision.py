@@ -1,0 +1,92 @@
+"""InLine and linear attention keep their digits in half precision, where plain sums do not."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from inlinevit import ops
+
+BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
+ATTENTIONS = {"inline": ops.inline_attention, "linear": ops.linear_attention}
+
+kinds = pytest.mark.parametrize("kind", ATTENTIONS)
+halves = pytest.mark.parametrize("dtype", BOUNDS)
+ratios = pytest.mark.parametrize("ratio", [0, 1, 10, 100])
+lengths = pytest.mark.parametrize("tokens", [197, 4097])
+
+
+def draw(kind: str, ratio: float, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Correlated keys and values of spread about 1 whose means are about `ratio`; linear's keys are not negative."""
+    generator = torch.Generator().manual_seed(int(ratio) + tokens)
+    q, k, noise = torch.randn(3, 1, 2, tokens, 32, generator=generator, dtype=torch.float64)
+    v = 0.8 * k + 0.6 * noise
+    means = ratio * (0.75 + 0.5 * torch.rand(2, 1, 2, 1, 32, generator=generator, dtype=torch.float64))
+    signs = torch.randint(0, 2, means.shape, generator=generator).mul(2).sub(1)
+    v = v + means[1] * signs[1]
+    k = (k + means[0]).clamp(min=0) if kind == "linear" else k + means[0] * signs[0]
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def relative_error(kind: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Against float64 on the same rounded inputs."""
+    reference = ATTENTIONS[kind](q.double(), k.double(), v.double())
+    return float((out.double() - reference).norm() / reference.norm())
+
+
+@kinds
+@ratios
+@lengths
+@halves
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(kind, dtype, tokens, ratio, autocast):
+    q, k, v = draw(kind, ratio, tokens, dtype)
+    with torch.autocast("cpu", dtype=dtype) if autocast else contextlib.nullcontext():
+        out = ATTENTIONS[kind](q, k, v)
+    assert out.dtype == dtype
+    assert relative_error(kind, out, q, k, v) <= BOUNDS[dtype]
+
+
+@kinds
+@ratios
+@lengths
+@halves
+def test_float32_stays_float32_under_autocast(kind, dtype, tokens, ratio):
+    q, k, v = draw(kind, ratio, tokens, torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        out = ATTENTIONS[kind](q, k, v)
+    assert out.dtype == torch.float32
+    assert relative_error(kind, out, q, k, v) <= 2e-6
+
+
+@halves
+@lengths
+@pytest.mark.parametrize("ratio", [10, 100])
+def test_inlines_plain_sums_do_not_keep_the_bound(dtype, tokens, ratio):
+    """v̄ + s·q·(Σ k vᵀ − N k̄ v̄ᵀ)/N in half precision: why the library centres before it multiplies."""
+    q, k, v = draw("inline", ratio, tokens, dtype)
+    k_mean, v_mean = k.mean(dim=-2, keepdim=True), v.mean(dim=-2, keepdim=True)
+    sums = k.transpose(-2, -1) @ v - tokens * (k_mean.transpose(-2, -1) @ v_mean)
+    error = relative_error("inline", v_mean + 32**-0.5 * (q @ (sums / tokens)), q, k, v)
+    assert not error <= 2 * BOUNDS[dtype]
+
+
+@lengths
+def test_linears_plain_sums_overflow(tokens):
+    """φ(q)·Σ k vᵀ / φ(q)·Σ k in float16: why the library takes means, in float32."""
+    q, k, v = draw("linear", 100, tokens, torch.float16)
+    q = q.relu()
+    out = q @ (k.transpose(-2, -1) @ v) / (q @ k.sum(dim=-2, keepdim=True).transpose(-2, -1))
+    assert not relative_error("linear", out, q, k, v) <= 2 * BOUNDS[torch.float16]
+
+
+def test_gradients_in_half_precision():
+    """They come back in the dtype of their leaves, and close to those of float64."""
+    half = [x.requires_grad_() for x in draw("inline", 10, 197, torch.bfloat16)]
+    double = [x.detach().double().requires_grad_() for x in half]
+    for leaves in (half, double):
+        ops.inline_attention(*leaves).square().mean().backward()
+    for x, y in zip(half, double, strict=True):
+        assert x.grad.dtype == torch.bfloat16
+        assert (x.grad.double() - y.grad).norm() <= 2e-2 * y.grad.norm()
