@@ -1,0 +1,1 @@
+"""Images into classes: data, the task, evaluation, prediction, the demo."""

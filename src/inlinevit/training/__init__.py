@@ -1,0 +1,1 @@
+"""Training: one loop, a Task for each job, configurations, checkpoints."""

@@ -1,0 +1,210 @@
+"""What a training run can be told, whatever its task. The command line and the recipes are these classes."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from math import inf
+from typing import Any, Literal
+
+
+def require(condition: bool, remedy: str) -> None:
+    """Refuse a configuration.
+
+    Args:
+        condition: What must hold.
+        remedy: What is wrong, and what to do.
+    """
+    if not condition:
+        raise ValueError(remedy)
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A question after the nearest right name; "" if none is near."""
+    near = get_close_matches(word, list(choices), n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+@dataclass
+class OptimizerConfig:
+    """How weights are updated."""
+
+    name: str = "adamw"
+    """Any of timm's optimizers."""
+    lr: float = 5e-4
+    """Learning rate for a total batch of lr_batch_size; the rate used grows in proportion to the total batch."""
+    lr_batch_size: int = 512
+    """The total batch that the learning rates are given for; 0 = they are absolute."""
+    weight_decay: float = 0.05
+    """Not for norms, biases, positions, class tokens and relative position tables."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """For optimizers of Adam's family."""
+    eps: float = 1e-8
+    """For optimizers of Adam's family."""
+    momentum: float = 0.9
+    """For optimizers that have one."""
+    layer_decay: float | None = None
+    """Learning rates fall by this factor from layer to layer, from the head down to the first one."""
+    clip_grad: float | None = None
+    """Largest norm of the gradients."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "eps"):
+            value = vars(self)[name]
+            require(0 <= value < inf, f"optimizer.{name} is {value}: it should be finite and not negative")
+        for name, values in {"betas": self.betas, "momentum": (self.momentum,)}.items():
+            require(all(0 <= value < 1 for value in values), f"optimizer.{name} should be from 0 to below 1")
+        require(self.layer_decay is None or 0 < self.layer_decay <= 1, "optimizer.layer_decay should be in 0 ... 1")
+        require(self.lr_batch_size >= 0, f"optimizer.lr_batch_size is {self.lr_batch_size}: 0 makes rates absolute")
+        require(self.clip_grad is None or self.clip_grad > 0, "optimizer.clip_grad should be above 0, or null for none")
+
+
+@dataclass
+class ScheduleConfig:
+    """How long to train, and how the learning rate goes. Lengths are in epochs, or in steps if `steps` is given."""
+
+    name: str = "cosine"
+    """Any of timm's schedules that are functions of the step: cosine, tanh, poly, step, multistep."""
+    epochs: int = 300
+    """Length of the schedule, without cool-down."""
+    steps: int | None = None
+    """Train for so many steps instead of epochs; every other length here, and run.evaluate_every, then counts steps."""
+    warmup: float = 20
+    """The learning rate rises so long."""
+    cooldown: int = 0
+    """Time at the end with the lowest learning rate."""
+    min_lr: float = 5e-6
+    """Learning rate at the end; it grows with the total batch as the learning rate does."""
+    warmup_lr: float = 5e-7
+    """Learning rate at the beginning; it grows with the total batch as the learning rate does."""
+    decay_at: list[int] = field(default_factory=list)
+    """For multistep, where the rate falls; for step, the first number is how often."""
+    decay_rate: float = 0.1
+    """For step and multistep, the factor by which the rate falls; for poly, the power."""
+
+    def __post_init__(self) -> None:
+        length = self.epochs if self.steps is None else self.steps
+        require(length > 0, "schedule.epochs (or schedule.steps) should be at least 1")
+        require(0 <= self.warmup <= length, f"schedule.warmup is {self.warmup}: it should be from 0 to {length}")
+        for name in ("cooldown", "min_lr", "warmup_lr"):
+            value = vars(self)[name]
+            require(0 <= value < inf, f"schedule.{name} is {value}: it should be finite and not negative")
+        require(all(place > 0 for place in self.decay_at), "schedule.decay_at should hold numbers above 0")
+        require(self.decay_rate > 0, f"schedule.decay_rate is {self.decay_rate}: it should be above 0")
+
+
+@dataclass
+class RunConfig:
+    """Where a run leaves its results, and how it uses the machine."""
+
+    output: str = "runs/latest"
+    """Folder of the results: config.yaml, metrics.jsonl, checkpoints, model.safetensors."""
+    seed: int = 0
+    """Decides initial weights, order of the data and augmentation."""
+    resume: str = "auto"
+    """"auto" goes on from the newest good checkpoint in `output`, if there is one; "never" begins anew; or the folder
+    of a checkpoint: checkpoints of later steps in `output` are then replaced."""
+    checkpoint_minutes: float = 10.0
+    """Minutes between checkpoints within an epoch; there is always one at the end of an epoch."""
+    checkpoint_steps: int | None = None
+    """Steps between checkpoints."""
+    keep: int = 2
+    """How many of the last checkpoints to keep, beside the best."""
+    evaluate_every: int = 1
+    """Epochs (or steps, if the schedule counts steps) between evaluations."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Half precision for what can bear it."""
+    accumulate: int = 1
+    """Batches whose gradients are added up before a step."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    checkpoint_gradients: bool = False
+    """Compute activations twice instead of keeping them: slower, but needs less memory."""
+    ema_decay: float | None = None
+    """Also keep weights averaged with this decay a step, and evaluate and export those."""
+    ema_batch_size: int = 0
+    """The total batch that ema_decay is given for: the decay used is its power (total batch / ema_batch_size); 0 = it
+    is used as it is."""
+    deterministic: bool = False
+    """On a GPU, choose algorithms that give the same bits each time, at some cost; a CPU does so anyway."""
+    fsdp: bool = False
+    """Shard parameters, gradients and optimizer states over the processes."""
+    trackers: list[str] = field(default_factory=list)
+    """Any of accelerate's: tensorboard, wandb, ...."""
+    log_every: int = 50
+    """Steps between lines in metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, f"run.seed is {self.seed}: it should not be negative")
+        for name in ("keep", "evaluate_every", "accumulate", "log_every"):
+            value = vars(self)[name]
+            require(value > 0, f"run.{name} is {value}: it should be at least 1")
+        require(self.checkpoint_steps is None or self.checkpoint_steps > 0, "run.checkpoint_steps should be at least 1")
+        require(self.ema_decay is None or 0 <= self.ema_decay < 1, "run.ema_decay should be from 0 to below 1")
+        require(
+            self.ema_decay is None or not self.fsdp,
+            "run.fsdp cannot average sharded weights: set --run.ema_decay null, or train without --run.fsdp",
+        )
+        require(self.ema_batch_size >= 0, f"run.ema_batch_size is {self.ema_batch_size}: it should not be negative")
+        require(self.checkpoint_minutes >= 0, "run.checkpoint_minutes should not be negative")
+
+
+@dataclass
+class TrainConfig:
+    """What the loop needs to know. A task adds its data and its model."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+# What may change when a run goes on from a checkpoint, because the finished weights do not depend on it.
+FREE_TO_CHANGE = (
+    "data.path",
+    "data.eval_path",
+    "data.root",
+    "data.workers",
+    "run.checkpoint_minutes",
+    "run.checkpoint_steps",
+    "run.keep",
+    "run.log_every",
+    "run.output",
+    "run.resume",
+    "run.trackers",
+)
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A configuration as dicts, lists, numbers and words, for YAML and JSON."""
+    return asdict(config, dict_factory=lambda pairs: {name: _plain(value) for name, value in pairs})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A plain configuration as a single dict: {"run.seed": 0, …}."""
+    flat: dict[str, Any] = {}
+    for name, value in plain.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def check_unchanged(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with a run under settings that would make it another one.
+
+    Args:
+        before: The plain configuration that it began with.
+        now: The plain configuration that it is to go on with.
+    """
+    old, new = flattened(before), flattened(now)
+    changed = [
+        f"{name} was {old.get(name)} and is {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if name not in FREE_TO_CHANGE and old.get(name) != new.get(name)
+    ]
+    require(
+        not changed,
+        f"{now['run']['output']} holds a run with other settings ({'; '.join(changed)}): choose another --run.output, "
+        "or begin anew with --run.resume never",
+    )

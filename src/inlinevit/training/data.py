@@ -1,0 +1,462 @@
+"""Batches in an order that comes back, from any place in an epoch.
+
+Two kinds of data: those with random access (`ShuffledData`), and streams that are read in a row (`StreamedData`). For
+both, an order says what to read for each batch (a request), and a reader makes the batch of a request, whoever asks, in
+whatever process. So nothing needs to be remembered to go on in the middle of an epoch.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from multiprocessing.synchronize import Event
+from types import FrameType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .seeding import SEEDS, generators_kept, seed_of, set_cpu_seed
+
+# A sample's index, and the seed that it is augmented with.
+Place = tuple[int, int]
+Collate = Callable[[list[Any]], Any]
+
+
+class TrainingData(Protocol):
+    """What the loop trains on."""
+
+    # Samples in a batch of one process.
+    batch_size: int
+
+    def __len__(self) -> int:
+        """Batches of an epoch for this process; as many for every other one."""
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """The batches of an epoch for this process, without the first `start`; ends what was asked for before."""
+
+
+class Samples(Protocol):
+    """Samples with random access. They may be drawn at random, from Python's, numpy's or torch's generator."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """One of them."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples that are read in a row, in parts such as the shards of WebDataset."""
+
+    # Samples of each part.
+    lengths: Sequence[int]
+
+    def read(self, part: int) -> Iterator[Any]:
+        """What is stored of the samples of a part, in their order: at least as many as its length says."""
+
+    def samples(self, stored: list[Any]) -> Samples:
+        """Some samples, from what is stored of them."""
+
+
+@dataclass
+class Failure:
+    """A user's mistake that a worker found, on its way to the main process."""
+
+    message: str
+    details: str
+
+
+class BatchReader(Dataset[Any]):
+    """Makes the batch of a request, and leaves the random generators as they are."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __getitem__(self, request: Any) -> Any:
+        try:
+            with generators_kept():
+                return self.read(request)
+        except (ValueError, OSError) as error:
+            return Failure(str(error), traceback.format_exc())
+
+
+class Requests(Sampler[Any]):
+    """What workers are asked for: whatever `current` gives when an iteration begins."""
+
+    def __init__(self) -> None:
+        self.current: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.current
+
+
+class BatchLoader:
+    """Has batches read by worker processes, in the order of their requests.
+
+    Args:
+        read: From a request to a batch.
+        workers: Processes that read; 0 = this one.
+        keep_workers: Whether they wait for the next call of `load`, or end with this one.
+    """
+
+    def __init__(self, read: Callable[[Any], Any], *, workers: int, keep_workers: bool) -> None:
+        self.requests = Requests()
+        self.calls = 0
+        self.loader = DataLoader(
+            BatchReader(read),
+            batch_size=None,
+            sampler=self.requests,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=partial(_outlive_signals, _process_is_ending()),
+            persistent_workers=keep_workers and workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            # Seeds workers, which is of no use here; without its own, it would draw from the common generator.
+            generator=torch.Generator(),
+        )
+
+    def load(self, requests: Iterator[Any]) -> Iterator[Any]:
+        """The batches of these requests. Workers begin at once; an earlier call, if unfinished, is at its end."""
+        self.requests.current = requests
+        self.calls += 1
+        return self._deliver(iter(self.loader), self.calls)
+
+    def _deliver(self, batches: Iterator[Any], call: int) -> Iterator[Any]:
+        # With kept workers, every call gets the same iterator, so an earlier one must not draw from it.
+        while call == self.calls:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            if isinstance(batch, Failure):
+                raise ValueError(batch.message) from RuntimeError(batch.details)
+            yield batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@cache
+def _process_is_ending() -> Event:
+    """Is set when this process comes to its end."""
+    event = multiprocessing.Event()
+    # Registered after multiprocessing's own: it comes before the workers are told to end, and waited for.
+    atexit.register(event.set)
+    return event
+
+
+def _outlive_signals(main_is_ending: Event, worker: int) -> None:
+    """Let a worker read on through Ctrl-C and SIGTERM, which reach all processes of a group or a cluster's job.
+
+    The main process decides what is still needed, and tells its workers when to end.
+    """
+
+    def end_with_main(number: int, frame: FrameType | None) -> None:
+        if main_is_ending.is_set():
+            os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end_with_main)
+
+
+def draw_order(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A random order of samples.
+
+    Args:
+        count: How many samples there are, and how many are drawn.
+        repeats: How often each of those drawn comes in a row.
+        seed: Decides the order and the samples' seeds.
+
+    Returns:
+        The samples' indices, (count,), and a seed for each, (count,).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(count, generator=generator).repeat_interleave(repeats)[:count]
+    return order, torch.randint(SEEDS, (count,), generator=generator)
+
+
+class ShardedOrder:
+    """Which samples each process sees, in which order, and the seed of each.
+
+    A total batch is drawn first and then dealt out, so that its samples do not depend on the number of processes. The
+    last samples of an epoch that do not fill a batch are left out.
+
+    Args:
+        length: Samples of the data set.
+        batch_size: Samples in a batch of one process.
+        seed: The run's seed.
+        process: This process.
+        processes: How many there are.
+        repeats: How often a sample comes in a row, each time augmented anew; an epoch has as many samples as without.
+    """
+
+    def __init__(
+        self, length: int, batch_size: int, *, seed: int, process: int = 0, processes: int = 1, repeats: int = 1
+    ) -> None:
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        self.process, self.processes, self.repeats = process, processes, repeats
+
+    def __len__(self) -> int:
+        return self.length // (self.batch_size * self.processes)
+
+    def requests(self, epoch: int, start: int) -> Iterator[list[Place]]:
+        """The places of each batch of an epoch, without the first `start` batches."""
+        order, seeds = draw_order(self.length, self.repeats, seed_of(self.seed, epoch))
+        for batch in range(start, len(self)):
+            first = (batch * self.processes + self.process) * self.batch_size
+            chosen = slice(first, first + self.batch_size)
+            yield list(zip(order[chosen].tolist(), seeds[chosen].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class PlacesReader:
+    """Makes a batch of the samples at some places, each drawn with its seed."""
+
+    samples: Samples
+    collate: Collate
+
+    def __call__(self, places: list[Place]) -> Any:
+        """The batch of these places."""
+        drawn = []
+        for index, seed in places:
+            set_cpu_seed(seed)
+            drawn.append(self.samples[index])
+        return self.collate(drawn)
+
+
+class ShuffledData:
+    """Training data with random access.
+
+    Args:
+        samples: The data set.
+        order: Which samples, in which order.
+        workers: Processes that read samples; 0 = this one.
+        collate: From samples to a batch.
+    """
+
+    def __init__(self, samples: Samples, order: ShardedOrder, *, workers: int, collate: Collate) -> None:
+        self.batch_size = order.batch_size
+        self.order = order
+        self.loader = BatchLoader(PlacesReader(samples, collate), workers=workers, keep_workers=True)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """See TrainingData.batches."""
+        return self.loader.load(self.order.requests(epoch, start))
+
+
+# A batch of a stream: which epoch's, which one.
+StreamRequest = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Samples of a stream that are held in memory together: from where to where in an epoch's row."""
+
+    epoch: int
+    first: int
+    end: int
+
+
+class StreamOrder:
+    """Which samples of a stream each process sees, in which order.
+
+    The parts are laid in a row, shuffled by epoch. Each process takes an equal stretch of the row, and each of its
+    workers a stretch of that, whether or not parts are cut by this: no sample comes twice, and no process gets more
+    batches than another. A stretch is read window by window; in a window, samples are shuffled. The order depends on
+    the seed, the epoch and the numbers of processes and workers, and on nothing else.
+
+    Args:
+        lengths: Samples of each part.
+        batch_size: Samples in a batch of one process.
+        seed: The run's seed; None = no shuffling, and the last batch may be smaller: every sample comes once.
+        process: This process.
+        processes: How many there are.
+        workers: Processes that read, for each of them.
+        repeats: How often a sample comes in a row, each time augmented anew; an epoch has as many samples as without.
+        window: Samples that are shuffled together.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        *,
+        seed: int | None,
+        process: int = 0,
+        processes: int = 1,
+        workers: int = 1,
+        repeats: int = 1,
+        window: int = 2048,
+    ) -> None:
+        self.lengths, self.batch_size, self.seed, self.repeats = lengths, batch_size, seed, repeats
+        self.stretches = max(1, workers)
+        self.window_batches = max(1, window // batch_size)
+        total = sum(lengths)
+        if seed is None:
+            self.first, self.end = total * process // processes, total * (process + 1) // processes
+        else:
+            share = total // (batch_size * processes) * batch_size
+            self.first, self.end = share * process, share * (process + 1)
+
+    def __len__(self) -> int:
+        return -((self.first - self.end) // self.batch_size)
+
+    def requests(self, epoch: int, start: int) -> Iterator[StreamRequest]:
+        """The batches of an epoch, without the first `start`.
+
+        Workers are asked in turn, so each gets the batches of one stretch.
+        """
+        return ((epoch, batch) for batch in range(start, len(self)))
+
+    def parts(self, epoch: int) -> list[int]:
+        """The parts in the order of an epoch's row."""
+        if self.seed is None:
+            return list(range(len(self.lengths)))
+        return draw_order(len(self.lengths), 1, seed_of(self.seed, epoch))[0].tolist()
+
+    def find(self, request: StreamRequest) -> tuple[Window, int]:
+        """The window that a batch is in, and the batch's number in it."""
+        epoch, batch = request
+        turn, stretch = divmod(batch, self.stretches)
+        batches = [len(range(number, len(self), self.stretches)) for number in range(stretch + 1)]
+        number, inside = divmod(turn, self.window_batches)
+        first = self.first + self.batch_size * (sum(batches[:-1]) + number * self.window_batches)
+        end = first + self.batch_size * min(self.window_batches, batches[-1] - number * self.window_batches)
+        return Window(epoch, first, min(end, self.end)), inside
+
+    def places(self, window: Window) -> list[Place]:
+        """The order of the samples in a window."""
+        count = window.end - window.first
+        if self.seed is None:
+            return [(index, 0) for index in range(count)]
+        order, seeds = draw_order(count, self.repeats, seed_of(self.seed, window.epoch, window.first))
+        return list(zip(order.tolist(), seeds.tolist(), strict=True))
+
+
+class StreamReader:
+    """Makes the batches of a stream. It reads on where it is, if it can, and opens the stream anew if it cannot.
+
+    Args:
+        stream: The stream.
+        order: Which samples, in which order.
+        collate: From samples to a batch.
+    """
+
+    def __init__(self, stream: Stream, order: StreamOrder, collate: Collate) -> None:
+        self.stream, self.order, self.collate = stream, order, collate
+        self.row: Iterator[Any] = iter(())
+        # Where the row goes on: epoch and number of the sample.
+        self.next_sample: tuple[int, int] | None = None
+        self.window: Window | None = None
+
+    def __call__(self, request: StreamRequest) -> Any:
+        """The batch of this request."""
+        window, inside = self.order.find(request)
+        if window != self.window:
+            self.window = None
+            self.read_batch = PlacesReader(self.stream.samples(self.read(window)), self.collate)
+            self.places = self.order.places(window)
+            self.window = window
+        size = self.order.batch_size
+        return self.read_batch(self.places[inside * size : (inside + 1) * size])
+
+    def read(self, window: Window) -> list[Any]:
+        """What is stored of the samples of a window."""
+        if self.next_sample != (window.epoch, window.first):
+            self.row = self.open_row(window.epoch, window.first)
+        # Should reading fail, the next attempt begins anew.
+        self.next_sample = None
+        stored = list(islice(self.row, window.end - window.first))
+        self.next_sample = window.epoch, window.end
+        return stored
+
+    def open_row(self, epoch: int, first: int) -> Iterator[Any]:
+        """What is stored of the samples of an epoch's row, from `first` on. Parts before it are not opened."""
+        for part in self.order.parts(epoch):
+            length = self.stream.lengths[part]
+            if first < length:
+                yield from islice(self.stream.read(part), first, length)
+            first = max(0, first - length)
+
+
+class StreamedData:
+    """Training data that are read in a row.
+
+    Args:
+        stream: The data.
+        order: Which samples, in which order.
+        workers: Processes that read samples, as many as the order was made for; 0 = this one.
+        collate: From samples to a batch.
+    """
+
+    def __init__(self, stream: Stream, order: StreamOrder, *, workers: int, collate: Collate) -> None:
+        assert order.stretches == max(1, workers)
+        self.batch_size = order.batch_size
+        self.order = order
+        self.loader = BatchLoader(StreamReader(stream, order, collate), workers=workers, keep_workers=True)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """See TrainingData.batches."""
+        return self.loader.load(self.order.requests(epoch, start))
+
+
+class EvaluationData:
+    """Every sample once, over all processes; a process may have more batches than another, and a smaller last one.
+
+    Args:
+        samples: The data set, or a stream.
+        batch_size: Samples in a batch.
+        workers: Processes that read samples; 0 = this one.
+        collate: From samples to a batch.
+        process: This process.
+        processes: How many there are.
+    """
+
+    def __init__(
+        self,
+        samples: Samples | Stream,
+        batch_size: int,
+        *,
+        workers: int,
+        collate: Collate,
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        self.requests: list[Any]
+        read: Callable[[Any], Any]
+        if isinstance(samples, Stream):
+            order = StreamOrder(
+                samples.lengths,
+                batch_size,
+                seed=None,
+                process=process,
+                processes=processes,
+                workers=workers,
+                window=batch_size,
+            )
+            self.requests, read = list(order.requests(0, 0)), StreamReader(samples, order, collate)
+        else:
+            places = [(index, 0) for index in range(process, len(samples), processes)]
+            self.requests = [places[first : first + batch_size] for first in range(0, len(places), batch_size)]
+            read = PlacesReader(samples, collate)
+        self.loader = BatchLoader(read, workers=workers, keep_workers=False)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.load(iter(self.requests))

@@ -1,0 +1,57 @@
+"""Files that a kill or a full disk cannot spoil: written aside, then renamed."""
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def space_for(path: Path) -> Iterator[None]:
+    """A context in which something is written, and a full disk is told of in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(
+            f"no space left on the disk for {path}: free some and run the same command again, a training run goes on "
+            "from its last checkpoint"
+        ) from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and see that it is on the disk."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Give a file new content: whoever reads it, whenever, sees all of the old or all of the new."""
+    aside = path.with_name(f".{path.name}.unfinished")
+    with space_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_bytes(aside, content)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Give a JSON file new content."""
+    replace_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def sync_folder(path: Path) -> None:
+    """See that renamed files of a folder are on the disk under their new names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

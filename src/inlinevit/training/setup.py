@@ -1,0 +1,116 @@
+"""From a configuration to accelerate, timm's optimizer, timm's schedule and averaged weights."""
+
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from timm.optim import create_optimizer_v2, list_optimizers
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.optim import Optimizer
+
+from .config import OptimizerConfig, RunConfig, ScheduleConfig, did_you_mean, require
+
+# Those that need nothing but the step.
+SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
+
+
+def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
+    """One process or many, as the launcher says.
+
+    Args:
+        run: How the machine is used.
+        model: What will be trained; sharding is by its blocks.
+    """
+    if run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    # Precision is shared by all accelerators of a process; a second run may want another one than the first.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        mixed_precision=run.precision,
+        gradient_accumulation_steps=run.accumulate,
+        log_with=list(run.trackers) or None,
+        project_dir=run.output,
+        fsdp_plugin=make_fsdp_plugin(model) if run.fsdp else None,
+        # timm's schedules are functions of the step, and the loop says when it is.
+        step_scheduler_with_optimizer=False,
+    )
+    missing = set(run.trackers) - {str(tracker) for tracker in accelerator.log_with}
+    require(not missing, f"run.trackers names {', '.join(sorted(missing))}, which is not installed: pip install it")
+    # accelerate would train in full precision, and say nothing.
+    on_cpu = accelerator.device.type == "cpu"
+    require(run.precision != "fp16" or not on_cpu, "run.precision fp16 needs a GPU: choose bf16, or no")
+    require(
+        not run.fsdp or accelerator.distributed_type == DistributedType.FSDP,
+        "run.fsdp needs processes with a GPU each: start it with torchrun or accelerate launch, or leave it out",
+    )
+    return accelerator
+
+
+def make_fsdp_plugin(model: nn.Module) -> FullyShardedDataParallelPlugin:
+    """Shard block by block. Our blocks, and nearly all of timm's, are of classes called …Block."""
+    names = {type(module).__name__ for module in model.modules()}
+    blocks = sorted(name for name in names if name.endswith("Block"))
+    require(len(blocks) > 0, f"run.fsdp finds no blocks to shard by in {type(model).__name__}: train it without")
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=blocks
+    )
+
+
+def scaled(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float:
+    """A learning rate for the total batch at hand."""
+    return rate * total_batch / optimizer.lr_batch_size if optimizer.lr_batch_size else rate
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int) -> Optimizer:
+    """timm's optimizer, with its parameter groups."""
+    known = [str(name) for name in list_optimizers()]
+    hint = did_you_mean(config.name, known) or "try adamw, lamb, lion or sgd"
+    require(config.name.lower() in known, f"timm has no optimizer called {config.name!r}: {hint}")
+    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps} if "adam" in config.name.lower() else {}
+    return create_optimizer_v2(
+        model,
+        opt=config.name,
+        lr=scaled(config.lr, config, total_batch),
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        layer_decay=config.layer_decay,
+        **options,
+    )
+
+
+def make_scheduler(
+    optimizer: Optimizer, schedule: ScheduleConfig, rates: OptimizerConfig, total_batch: int, steps_per_epoch: int
+) -> tuple[Scheduler, int]:
+    """timm's schedule, which is a function of the step, and the number of steps."""
+    hint = did_you_mean(schedule.name, SCHEDULES) or f"try {', '.join(SCHEDULES)}"
+    require(schedule.name in SCHEDULES, f"there is no schedule called {schedule.name!r}: {hint}")
+    unit, length = (steps_per_epoch, schedule.epochs) if schedule.steps is None else (1, schedule.steps)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=schedule.name,
+        num_epochs=length,
+        warmup_epochs=cast(int, schedule.warmup),  # timm takes parts of an epoch, too
+        cooldown_epochs=schedule.cooldown,
+        decay_epochs=schedule.decay_at[0] if schedule.decay_at else length,
+        decay_milestones=schedule.decay_at,
+        decay_rate=schedule.decay_rate,
+        min_lr=scaled(schedule.min_lr, rates, total_batch),
+        warmup_lr=scaled(schedule.warmup_lr, rates, total_batch),
+        step_on_epochs=False,
+        updates_per_epoch=unit,
+    )
+    assert scheduler is not None
+    return scheduler, unit * (length + schedule.cooldown)
+
+
+def make_average(model: nn.Module, run: RunConfig, total_batch: int) -> ModelEmaV3 | None:
+    """Averaged weights, if they are wanted."""
+    if run.ema_decay is None:
+        return None
+    power = total_batch / run.ema_batch_size if run.ema_batch_size else 1.0
+    return ModelEmaV3(model, decay=run.ema_decay**power)
