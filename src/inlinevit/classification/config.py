@@ -3,101 +3,141 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-
-from ..training.config import TrainConfig
+from ..training.config import TrainConfig, require
 
 
 @dataclass
 class DataConfig:
     """Where the images are, and how they are read."""
 
-    # A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either kind;
-    # "embedded"; "fashion-mnist:FOLDER"; or what timm.data knows by a prefix: "torch/cifar10", "hfds/NAME", "wds/NAME".
     path: str = "embedded"
-    # The images for evaluation, if they are not beside those for training.
+    """A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either
+    kind; "embedded"; "fashion-mnist:FOLDER"; or a name that timm.data knows by its prefix: torch/cifar10, hfds/NAME,
+    wds/FOLDER."""
     eval_path: str | None = None
-    # Folder of the data that timm.data knows by a prefix, and the names of their parts.
+    """The images for evaluation, if they are not beside those for training."""
     root: str | None = None
+    """Folder of the data that timm.data knows by a prefix."""
     train_split: str = "train"
+    """Name of the training part, for data that timm.data knows by a prefix."""
     eval_split: str = "validation"
-    # Images in a batch of one process.
+    """Name of the evaluation part, for data that timm.data knows by a prefix."""
     batch_size: int = 128
-    # Processes that read images, for each training process.
+    """Images in a batch of one process."""
     workers: int = 2
-    # Images that cannot be read are skipped up to this number; 0 = stop at the first.
+    """Processes that read images, for each training process; 0 = the training process itself."""
     max_unreadable: int = 0
-    # How many of the training images to use; None = all.
+    """Images that cannot be used are named and skipped up to this number; 0 = stop at the first."""
     train_images: int | None = None
+    """How many of the training images to use; null = all."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
+        require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
+        require(self.max_unreadable >= 0, f"data.max_unreadable is {self.max_unreadable}: it should not be negative")
+        require(self.train_images is None or self.train_images > 0, "data.train_images should be at least 1")
 
 
 @dataclass
 class AugmentConfig:
-    """How training images are varied; timm's augmentation."""
+    """How training images are varied: timm's augmentation."""
 
-    # None = no crops of other scales: pad and crop instead, as is usual for small images.
     scale: tuple[float, float] | None = (0.08, 1.0)
+    """Share of an image's area that a random crop takes; null = pad and crop instead, as is usual for small images."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    # Pixels of padding before a random crop, where scale is None.
+    """Width to height of a random crop."""
     crop_padding: int = 4
+    """Pixels of padding before a random crop, where scale is null."""
     hflip: float = 0.5
+    """Share of images that are mirrored."""
     color_jitter: float = 0.4
+    """How much brightness, contrast and saturation vary, where auto_augment is null."""
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    """A policy of timm's: RandAugment, AugMix, AutoAugment."""
     random_erasing: float = 0.25
+    """Share of images in which a rectangle is erased."""
     random_erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
+    """Erase with zeros, with one random colour, or with random pixels."""
     mixup: float = 0.8
+    """Strength of mixup; 0 = none."""
     cutmix: float = 1.0
-    # Share of batches that get cutmix instead of mixup.
+    """Strength of cutmix; 0 = none."""
     mixup_switch: float = 0.5
+    """Share of batches that get cutmix instead of mixup, where both are on."""
     label_smoothing: float = 0.1
-    # How often an image comes in an epoch's row, each time varied anew.
+    """Share of a label that is spread over all classes."""
     repeats: int = 1
+    """How often an image comes in a row, each time varied anew; an epoch has as many images as without."""
+
+    def __post_init__(self) -> None:
+        for name in ("hflip", "random_erasing", "mixup_switch", "label_smoothing"):
+            value = vars(self)[name]
+            require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
+        for name in ("mixup", "cutmix", "color_jitter", "crop_padding"):
+            value = vars(self)[name]
+            require(value >= 0, f"augment.{name} is {value}: it should not be negative")
+        require(self.repeats > 0, f"augment.repeats is {self.repeats}: it should be at least 1")
+        require(self.scale is None or 0 < self.scale[0] <= self.scale[1] <= 1, "augment.scale should be in 0 ... 1")
+        require(0 < self.ratio[0] <= self.ratio[1], "augment.ratio should rise from the narrowest to the widest")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images of a batch are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 @dataclass
 class ModelConfig:
-    """The model, and the weights it starts from."""
+    """The model, and the weights that it starts from."""
 
-    # Any model of ours or of timm.
     name: str = "inline_deit_tiny"
-    # None = as many as the data have.
+    """Any model of ours or of timm's."""
     num_classes: int | None = None
-    img_size: int = 224
-    # 3 for colour images, 1 for grey ones.
+    """null = as many as the data have."""
+    img_size: int | None = None
+    """Side of the images that the model sees; null = what the model was made for."""
     in_chans: Literal[1, 3] = 3
-    # Share of an image's side that evaluation sees.
-    crop_pct: float = 224 / 256
+    """3 for colour images, 1 for grey ones."""
+    crop_pct: float | None = None
+    """Share of an image's side that evaluation sees; null = what the model was made for."""
     drop_path: float = 0.1
-    # Start from the published weights.
+    """Share of residual branches that are left out in training, in the last block; it rises linearly up to there."""
     pretrained: bool = False
-    # Start from a file instead.
+    """Start from the published weights."""
     checkpoint: str | None = None
-    # Further arguments of the model.
+    """Start from the weights in a file; their size and number of classes may differ."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the model, such as attention: softmax."""
 
-    @property
-    def image_mode(self) -> str:
-        """How images are converted when they are read."""
-        return "RGB" if self.in_chans == 3 else "L"
-
-    @property
-    def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and spread by which images are normalised: ImageNet's, or half and half for grey ones."""
-        return (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD) if self.in_chans == 3 else ((0.5,), (0.5,))
+    def __post_init__(self) -> None:
+        require(self.num_classes is None or self.num_classes > 1, "model.num_classes should be at least 2")
+        require(self.img_size is None or self.img_size > 0, f"model.img_size is {self.img_size}: it should be positive")
+        require(self.crop_pct is None or 0 < self.crop_pct <= 1, "model.crop_pct should be above 0 and at most 1")
+        require(
+            not self.pretrained or self.checkpoint is None,
+            "model.pretrained and model.checkpoint each say what to start from: choose one of them",
+        )
+        require(0 <= self.drop_path < 1, f"model.drop_path is {self.drop_path}: it should be from 0 to below 1")
 
 
 @dataclass
 class DistillationConfig:
     """Learn from a teacher, too."""
 
-    # Any model of ours or of timm; None = no teacher.
     teacher: str | None = None
+    """Any model of ours or of timm's; null = no teacher."""
     checkpoint: str | None = None
-    # Match the teacher's probabilities, or its choices.
+    """File with the teacher's weights; null = its published ones."""
     kind: Literal["soft", "hard"] = "soft"
-    # Share of the teacher in the loss.
+    """Match the teacher's probabilities, or its choices."""
     weight: float = 0.5
+    """Share of the teacher in the loss."""
     temperature: float = 1.0
+    """Softens the probabilities to match."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.weight <= 1, f"distillation.weight is {self.weight}: it should be from 0 to 1")
+        require(self.temperature > 0, f"distillation.temperature is {self.temperature}: it should be above 0")
 
 
 @dataclass
@@ -108,3 +148,10 @@ class ClassificationConfig(TrainConfig):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            not self.augment.mixes or self.data.batch_size % 2 == 0,
+            f"data.batch_size is {self.data.batch_size}, but mixup pairs the images of a batch: choose an even one, or "
+            "set augment.mixup and augment.cutmix to 0",
+        )

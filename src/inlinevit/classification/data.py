@@ -1,124 +1,188 @@
-"""From labelled images to batches: reading, timm's augmentation, batches for training and for evaluation."""
+"""From labelled images to batches for training and for evaluation."""
 
 import warnings
 from typing import Any
 
 import torch
-from PIL import Image
-from timm.data import create_transform
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision import transforms
+from torch.utils.data import Dataset
 
-from ..training.data import ShardedOrder, ShuffledData
-from .config import AugmentConfig, DataConfig
-from .sources import ImageSource
+from ..training.data import EvaluationData, ShardedOrder, ShuffledData, StreamedData, StreamOrder, TrainingData
+from .config import DataConfig
+from .inputs import upright
+from .shards import ShardImages, ShardSource
+from .sources import ImageSource, ThinnedSource
 
-Normalization = tuple[tuple[float, ...], tuple[float, ...]]
+# The label of an image that cannot be used.
+NO_LABEL = -1
+
+# An image as a tensor, its label, and what was wrong with images that could not be used.
+Sample = tuple[Tensor, int, list[str]]
 
 
-class LabelledImages(Dataset[tuple[Tensor, int, str]]):
-    """Images as tensors, with their labels and, where one could not be read, what was wrong with it.
+class LabelledImages(Dataset[Sample]):
+    """Images as tensors, with their labels.
+
+    An image that cannot be used is a problem, which goes along with the sample for `ProblemCounter` to see. In its
+    place comes the next image that can be used, or, if there is none among those tried, a black one without a label.
 
     Args:
         source: Where the images come from.
         transform: From a PIL image to a tensor.
-        mode: How images are converted: "RGB" or "L".
+        mode: Pillow's word for the colours that the model wants.
         num_classes: Labels must be below this.
+        tries: How many images to try; 1 = never take another one.
     """
 
-    def __init__(self, source: ImageSource, transform: Any, mode: str, num_classes: int) -> None:
+    def __init__(self, source: ImageSource, transform: Any, mode: str, num_classes: int, *, tries: int = 1) -> None:
         self.source, self.transform, self.mode, self.num_classes = source, transform, mode, num_classes
+        self.tries = tries
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
-        problem = ""
-        for offset in range(len(self.source)):
-            place = (index + offset) % len(self.source)
+    def __getitem__(self, index: int) -> Sample:
+        problems: list[str] = []
+        for offset in range(min(self.tries, len(self))):
+            place = (index + offset) % len(self)
             try:
-                image, label = self.source.read(place)
-                image = image.convert(self.mode)
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                problem = problem or f"{self.source.name(place)} cannot be read ({error})"
+                image, label = self.load(place)
+            # A broken file can make Pillow raise anything.
+            except Exception as error:
+                reason = "it is no image" if isinstance(error, UnidentifiedImageError) else str(error)
+                problems.append(f"{self.source.name(place)} cannot be used ({reason or type(error).__name__})")
                 continue
-            if not 0 <= label < self.num_classes:
-                raise ValueError(
-                    f"{self.source.name(place)} has label {label}, but the model has {self.num_classes} classes: "
-                    "set model.num_classes"
-                )
-            return self.transform(image), label, problem
-        raise ValueError(f"not one image can be read: {problem}")
+            return self.transform(image), label, problems
+        if self.tries > len(self):
+            raise ValueError(f"not one of {len(self)} images in a row can be used, and {problems[0]}: check the data")
+        return self.transform(Image.new(self.mode, (64, 64))), NO_LABEL, problems
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        """An image, ready for the transform, and its label; any error means that the image cannot be used."""
+        with warnings.catch_warnings():
+            # Pillow only warns of images that are large, but not yet a danger to every machine.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            opened, label = self.source.read(index)
+            with opened:
+                image = upright(opened, self.mode)
+        if not 0 <= label < self.num_classes:
+            raise ValueError(f"its label is {label}, but the model has {self.num_classes} classes")
+        return image, label
 
 
-def training_transform(augment: AugmentConfig, size: int, normalization: Normalization) -> Any:
-    """timm's augmentation of a training image."""
-    mean, std = normalization
-    transform = create_transform(
-        size,
-        is_training=True,
-        scale=augment.scale,
-        ratio=augment.ratio,
-        hflip=augment.hflip,
-        color_jitter=augment.color_jitter,
-        auto_augment=augment.auto_augment,
-        interpolation="bicubic",
-        mean=mean,
-        std=std,
-        re_prob=augment.random_erasing,
-        re_mode=augment.random_erasing_mode,
-    )
-    if augment.scale is None:
-        # Small images are not zoomed: a border, then a crop of the full size.
-        crop = [transforms.Resize(size), transforms.RandomCrop(size, padding=augment.crop_padding)]
-        transform.transforms[:1] = crop
-    return transform
+class LabelledStream:
+    """Shards as a stream of labelled images; arguments as for LabelledImages."""
 
+    def __init__(self, source: ShardSource, transform: Any, mode: str, num_classes: int, *, tries: int = 1) -> None:
+        self.source, self.transform, self.mode, self.num_classes = source, transform, mode, num_classes
+        self.tries = tries
+        self.lengths = source.lengths
+        self.read = source.read
 
-def evaluation_transform(size: int, normalization: Normalization, crop_pct: float) -> Any:
-    """The middle of an image, at the size of the model's input."""
-    mean, std = normalization
-    return create_transform(size, interpolation="bicubic", mean=mean, std=std, crop_pct=crop_pct)
+    def samples(self, stored: list[dict[str, Any]]) -> LabelledImages:
+        """See Stream.samples."""
+        images = ShardImages(stored)
+        return LabelledImages(images, self.transform, self.mode, self.num_classes, tries=self.tries)
 
 
 class ProblemCounter:
-    """Counts images that could not be read, names them, and stops the run when they are too many."""
+    """Counts images that cannot be used, names them, and stops the run when they are too many.
+
+    Each process counts those that it meets.
+
+    Args:
+        limit: How many there may be.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.seen: set[str] = set()
 
     def check(self, problems: list[str]) -> None:
-        """Note the problems of a batch ("" = none)."""
+        """Note the problems of a batch."""
         for problem in problems:
-            if problem and problem not in self.seen:
+            if problem not in self.seen:
                 self.seen.add(problem)
-                if len(self.seen) > self.limit:
+                count = len(self.seen)
+                if count > self.limit:
                     raise ValueError(
-                        f"{problem}: remove or mend it, or let {len(self.seen)} or more such images be skipped with "
-                        "--data.max_unreadable"
+                        f"{problem}: remove or mend it, or let it be skipped with --data.max_unreadable {count} or more"
                     )
-                warnings.warn(f"{problem} and is skipped ({len(self.seen)} of at most {self.limit})", stacklevel=2)
+                warnings.warn(f"{problem} and is skipped: {count} of at most {self.limit}", stacklevel=2)
 
 
-def collate(samples: list[tuple[Tensor, int, str]]) -> tuple[Tensor, Tensor, list[str]]:
-    """Samples to a batch: images, labels, problems."""
-    images, labels = default_collate([sample[:2] for sample in samples])
-    return images, labels, [problem for _, _, problem in samples]
+def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, list[str]]:
+    """Samples to a batch: images (batch, channels, height, width), labels (batch,), problems."""
+    images, labels, problems = zip(*samples, strict=True)
+    return torch.stack(images), torch.tensor(labels), [problem for several in problems for problem in several]
 
 
 def training_batches(
-    images: LabelledImages, config: DataConfig, repeats: int, seed: int, process: int, processes: int
-) -> ShuffledData:
-    """Batches of one process, in an order that comes back."""
-    length = len(images) if config.train_images is None else min(config.train_images, len(images))
-    order = ShardedOrder(
-        length, config.batch_size, seed=seed, process=process, processes=processes, repeats=repeats
-    )
-    return ShuffledData(images, order, workers=config.workers, collate=collate)
+    source: ImageSource | ShardSource,
+    transform: Any,
+    mode: str,
+    num_classes: int,
+    config: DataConfig,
+    repeats: int,
+    seed: int,
+    process: int,
+    processes: int,
+) -> TrainingData:
+    """Batches (images, labels, problems) of one process, in an order that comes back.
+
+    Args:
+        source: Where the images come from.
+        transform: From a PIL image to a tensor.
+        mode: Pillow's word for the colours that the model wants.
+        num_classes: Labels must be below this.
+        config: Size of batches, number of workers, number of images.
+        repeats: How often an image comes in a row, each time varied anew.
+        seed: The run's seed.
+        process: This process.
+        processes: How many there are.
+    """
+    # Once more images than allowed were tried in vain, the run stops anyway.
+    tries = config.max_unreadable + 1
+    dealing = {"seed": seed, "process": process, "processes": processes, "repeats": repeats}
+    data: TrainingData
+    if isinstance(source, ShardSource):
+        shards = source if config.train_images is None else source.thinned(config.train_images)
+        stream = LabelledStream(shards, transform, mode, num_classes, tries=tries)
+        row = StreamOrder(stream.lengths, config.batch_size, workers=config.workers, **dealing)
+        data = StreamedData(stream, row, workers=config.workers, collate=collate)
+        length = len(shards)
+    else:
+        chosen = source if config.train_images is None else ThinnedSource(source, config.train_images)
+        images = LabelledImages(chosen, transform, mode, num_classes, tries=tries)
+        order = ShardedOrder(len(images), config.batch_size, **dealing)
+        data = ShuffledData(images, order, workers=config.workers, collate=collate)
+        length = len(images)
+    if len(data) == 0:
+        raise ValueError(
+            f"{length} images for training are fewer than a batch of {config.batch_size} for each of {processes} "
+            "processes: choose a smaller --data.batch_size"
+        )
+    return data
 
 
-def evaluation_batches(images: LabelledImages, config: DataConfig) -> DataLoader[Any]:
-    """All images in their order, for accelerate to deal out."""
-    return DataLoader(images, batch_size=config.batch_size, num_workers=config.workers, collate_fn=collate)
+def evaluation_batches(
+    source: ImageSource | ShardSource,
+    transform: Any,
+    mode: str,
+    num_classes: int,
+    config: DataConfig,
+    process: int,
+    processes: int,
+) -> EvaluationData:
+    """Batches (images, labels, problems) of one process; over all processes, every image comes once.
+
+    An image that cannot be used is a black one with label NO_LABEL. Arguments as for `training_batches`.
+    """
+    images: LabelledImages | LabelledStream
+    if isinstance(source, ShardSource):
+        images = LabelledStream(source, transform, mode, num_classes)
+    else:
+        images = LabelledImages(source, transform, mode, num_classes)
+    dealing = {"process": process, "processes": processes}
+    return EvaluationData(images, config.batch_size, workers=config.workers, collate=collate, **dealing)

@@ -1,0 +1,285 @@
+import gzip
+import io
+import pickle
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from inlinevit.classification.config import DataConfig
+from inlinevit.classification.shards import ShardSource
+from inlinevit.classification.sources import (
+    FASHION_MNIST_CLASSES,
+    ArraySource,
+    ImageSource,
+    ThinnedSource,
+    open_part,
+    open_source,
+)
+
+
+def encoded(colour: int, kind: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), (colour, 0, 0)).save(stream, kind)
+    return stream.getvalue()
+
+
+def make_folder(folder: Path, images: dict[str, list[str]]) -> Path:
+    """Class folders with images, whose red tells their place in the row of all."""
+    colour = 0
+    for name, files in images.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (folder / name / file).write_bytes(encoded(colour))
+            colour += 1
+    return folder
+
+
+def make_tar(file: Path, folder: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w") as archive:
+        archive.add(folder, ".")
+    return file
+
+
+def contents(source: ImageSource | ShardSource) -> list[tuple[int, int]]:
+    """The red and the label of each image."""
+    assert not isinstance(source, ShardSource)
+    read = (source.read(index) for index in range(len(source)))
+    return [(image.convert("RGB").getpixel((0, 0))[0], label) for image, label in read]
+
+
+THREE = {"bird": ["1.png", "2.png"], "cat10": ["1.png"], "cat9": ["10.jpg", "9.jpg", "x.WEBP"]}
+# In natural order: cat9 comes before cat10.
+THREE_CONTENTS = [(0, 0), (1, 0), (2, 2), (4, 1), (3, 1), (5, 1)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "three classes", THREE)
+
+
+def train(path: Path | str, **options: Any) -> ImageSource | ShardSource:
+    return open_source(DataConfig(path=str(path), **options), training=True)
+
+
+def evaluation(path: Path | str, **options: Any) -> ImageSource | ShardSource:
+    return open_source(DataConfig(path=str(path), **options), training=False)
+
+
+def test_folder(folder: Path) -> None:
+    (folder / "bird" / "notes.txt").write_text("no image")
+    source = train(folder)
+    assert source.classes == ["bird", "cat9", "cat10"]
+    assert sorted(contents(source)) == sorted(THREE_CONTENTS)
+    assert source.name(0) == str(folder / "bird" / "1.png")
+
+
+def test_tar_is_the_same_as_its_folder(folder: Path, tmp_path: Path) -> None:
+    source = train(make_tar(tmp_path / "images.tar", folder))
+    assert source.classes == train(folder).classes
+    assert contents(source) == contents(train(folder))
+    assert source.name(0) == f"./bird/1.png in {tmp_path / 'images.tar'}"
+    # Spawned workers get a pickled source.
+    assert contents(pickle.loads(pickle.dumps(source))) == contents(source)
+
+
+@pytest.mark.parametrize("names", [("train", "val"), ("train", "validation"), ("training", "test")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts(tmp_path: Path, names: tuple[str, str], packed: bool) -> None:
+    data = tmp_path / "data"
+    place = tmp_path / "unpacked" if packed else data
+    make_folder(place / names[0], THREE)
+    make_folder(place / names[1], {"cat9": ["1.png"], "cat10": ["1.png"]})
+    if packed:
+        for name in names:
+            make_tar(data / f"{name}.tar", place / name)
+    assert len(train(data)) == 6
+    source = evaluation(data)
+    # Labels are those of training, though the evaluation images lack a class.
+    assert source.classes == ["bird", "cat9", "cat10"]
+    assert contents(source) == [(0, 1), (1, 2)] or contents(source) == [(1, 2), (0, 1)]
+
+
+def test_a_class_may_be_called_as_a_part_is(tmp_path: Path) -> None:
+    make_folder(tmp_path, {"train": ["1.png"], "car": ["1.png"], "test": ["1.png"]})
+    assert train(tmp_path).classes == ["car", "test", "train"]
+
+
+def test_evaluation_data_of_another_kind(folder: Path, tmp_path: Path) -> None:
+    other = make_folder(tmp_path / "other", {"cat10": ["1.png"], "bird": ["1.png"]})
+    source = evaluation(folder, eval_path=str(make_tar(tmp_path / "other.tar", other)))
+    assert sorted(contents(source)) == [(0, 2), (1, 0)]
+    boots = make_folder(tmp_path / "boots", {"ankle boot": ["1.png"], "bag": ["1.png"]})
+    source = evaluation("embedded", eval_path=str(boots))
+    assert sorted(contents(source)) == [(0, 9), (1, 8)]
+    # Names of the classes may also be given: then the images for training are not needed.
+    given = open_source(DataConfig(path="nowhere", eval_path=str(boots)), False, ["bag", "hat", "ankle boot"])
+    assert sorted(contents(given)) == [(0, 2), (1, 0)]
+    assert open_part(DataConfig(eval_path=str(boots)), training=False).classes == ["ankle boot", "bag"]
+
+
+def test_embedded_set() -> None:
+    started = time.process_time()
+    source = train("embedded")
+    assert time.process_time() - started < 1
+    assert isinstance(source, ArraySource)
+    assert len(source) == 10_000
+    assert source.classes == FASHION_MNIST_CLASSES
+    assert np.bincount(source.labels, minlength=10).min() > 900
+    assert source.read(0)[0].size == (28, 28)
+    assert len(evaluation("embedded")) == 2_000
+
+
+def make_fashion_mnist(folder: Path, part: str, count: int) -> None:
+    images, labels = np.arange(count * 784) % 251, np.arange(count) % 10
+    for name, head, content in (("images-idx3", 16, images), ("labels-idx1", 8, labels)):
+        packed = gzip.compress(bytes(head) + content.astype(np.uint8).tobytes())
+        (folder / f"{part}-{name}-ubyte.gz").write_bytes(packed)
+
+
+def test_whole_fashion_mnist(tmp_path: Path) -> None:
+    make_fashion_mnist(tmp_path, "train", 12)
+    make_fashion_mnist(tmp_path, "t10k", 5)
+    source = train(f"fashion-mnist:{tmp_path}")
+    assert [source.read(index)[1] for index in range(12)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert np.asarray(source.read(1)[0])[0, :3].tolist() == [784 % 251, 785 % 251, 786 % 251]
+    assert len(evaluation(f"fashion-mnist:{tmp_path}")) == 5
+
+
+def test_torchvision(tmp_path: Path, folder: Path) -> None:
+    source = train("torch/image_folder", root=str(folder))
+    assert source.classes == ["bird", "cat10", "cat9"]
+    assert len(source) == 6
+
+
+@pytest.fixture
+def huggingface(tmp_path: Path) -> Path:
+    data = tmp_path / "hub"
+    make_folder(data / "train", THREE)
+    make_folder(data / "test", {"bird": ["1.png"], "cat10": ["1.png"], "cat9": ["3.png"]})
+    return data
+
+
+def test_huggingface(huggingface: Path, tmp_path: Path) -> None:
+    options = {"root": str(tmp_path / "cache"), "eval_split": "test"}
+    source = train(f"hfds/{huggingface}", **options)
+    assert source.classes == ["bird", "cat10", "cat9"]
+    assert sorted(contents(source)) == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert "bird" in source.name(0)
+    assert contents(evaluation(f"hfds/{huggingface}", **options)) == [(0, 0), (1, 1), (2, 2)]
+    # Its classes have another order than those of a folder, and go by their names.
+    assert sorted(contents(evaluation(huggingface, eval_path=f"hfds/{huggingface}", **options))) == [
+        (0, 0),
+        (1, 2),
+        (2, 1),
+    ]
+
+
+def test_huggingface_with_other_columns(tmp_path: Path) -> None:
+    import datasets
+
+    columns = {"img": datasets.Image(), "label": datasets.Value("int64"), "text": datasets.Value("string")}
+    rows = {"img": [{"bytes": encoded(n), "path": None} for n in range(3)], "label": [5, 6, None], "text": ["a"] * 3}
+    datasets.Dataset.from_dict(rows, datasets.Features(columns)).to_parquet(tmp_path / "data" / "train.parquet")
+    source = train(f"hfds/{tmp_path / 'data'}", root=str(tmp_path / "cache"))
+    assert source.classes is None
+    assert [source.read(n)[1] for n in range(2)] == [5, 6]
+    with pytest.raises(ValueError, match="it has no label"):
+        source.read(2)
+    assert source.name(1) == f"image 1 of hfds/{tmp_path / 'data'}"
+
+
+def test_thinned_images_are_spread_evenly() -> None:
+    labels = np.repeat(np.arange(10, dtype=np.uint8), 100)
+    source = ArraySource(np.zeros((1000, 4, 4), np.uint8), labels, FASHION_MNIST_CLASSES, "test")
+    thinned = ThinnedSource(source, 50)
+    assert [thinned.read(index)[1] for index in range(50)] == np.repeat(np.arange(10), 5).tolist()
+    assert thinned.name(1) == "image 20 of test"
+    assert len(ThinnedSource(source, 5000)) == 1000
+
+
+def refusal(path: Path | str, training: bool = True, **options: Any) -> str:
+    with pytest.raises((ValueError, OSError)) as caught:
+        open_source(DataConfig(path=str(path), **options), training=training)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_refusals_of_folders(tmp_path: Path, folder: Path) -> None:
+    assert "no folder or file" in refusal(tmp_path / "missing")
+    assert "--data.path" in refusal(tmp_path / "missing")
+    assert "--data.eval_path" in refusal(folder, training=False, eval_path="missing")
+    (tmp_path / "empty").mkdir()
+    assert "holds no images" in refusal(tmp_path / "empty")
+    assert "holds one class (dog)" in refusal(make_folder(tmp_path / "one", {"dog": ["1.png"]}))
+    assert "without a class, such as" in refusal(make_folder(tmp_path / "flat", {"": ["1.png", "2.png"]}))
+    assert "--data.eval_path" in refusal(folder, training=False)
+    only_val = make_folder(tmp_path / "only" / "val", THREE).parent
+    assert "no part called train" in refusal(only_val)
+    alien = make_folder(tmp_path / "alien", {"bird": ["1.png"], "dodo": ["1.png"]})
+    assert "1 classes that training does not know, such as 'dodo'" in refusal(folder, False, eval_path=str(alien))
+
+
+def test_refusals_of_tar_files(tmp_path: Path, folder: Path) -> None:
+    whole = make_tar(tmp_path / "whole.tar", folder)
+    truncated = tmp_path / "truncated.tar"
+    truncated.write_bytes(whole.read_bytes()[:-9000])
+    assert "damaged or no plain tar file" in refusal(truncated)
+    text = tmp_path / "text.tar"
+    text.write_text("This is no tar file. " * 100)
+    assert "damaged or no plain tar file" in refusal(text)
+    packed = tmp_path / "packed.tar.gz"
+    packed.write_bytes(gzip.compress(whole.read_bytes()))
+    assert "without compression" in refusal(packed)
+    assert "holds no images" in refusal(make_tar(tmp_path / "none.tar", make_folder(tmp_path / "none", {"a": []})))
+    flat = make_folder(tmp_path / "flat", {"": ["1.png"], "dog": ["1.png"]})
+    assert "without a class, such as ./1.png" in refusal(make_tar(tmp_path / "flat.tar", flat))
+
+
+def test_refusals_of_fashion_mnist(tmp_path: Path) -> None:
+    assert "four .gz files" in refusal(f"fashion-mnist:{tmp_path}")
+    make_fashion_mnist(tmp_path, "train", 12)
+    images = tmp_path / "train-images-idx3-ubyte.gz"
+    whole = images.read_bytes()
+    images.write_bytes(whole[:-20])
+    assert "damaged" in refusal(f"fashion-mnist:{tmp_path}")
+    make_fashion_mnist(tmp_path, "t10k", 5)
+    images.write_bytes((tmp_path / "t10k-images-idx3-ubyte.gz").read_bytes())
+    assert "5 images, but" in refusal(f"fashion-mnist:{tmp_path}")
+
+
+def test_refusals_of_torchvision(tmp_path: Path) -> None:
+    assert "--data.root" in refusal("torch/cifar10")
+    assert "try torch/cifar10" in refusal("torch/cifar11", root=str(tmp_path))
+    assert "download it there" in refusal("torch/cifar10", root=str(tmp_path))
+
+
+def test_refusals_of_huggingface(huggingface: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = str(tmp_path / "cache")
+    # The default name of the evaluation part is not there.
+    assert "--data.eval_split" in refusal(f"hfds/{huggingface}", False, root=cache)
+    assert "cannot be opened" in refusal(f"hfds/{tmp_path / 'missing'}", root=cache)
+    assert "use hfds/" in refusal(f"hfids/{huggingface}", root=cache)
+    (tmp_path / "strings").mkdir()
+    (tmp_path / "strings" / "train.csv").write_text("label,size\ncat,1\ndog,2\n")
+    assert "no column of images among label, size" in refusal(f"hfds/{tmp_path / 'strings'}", root=cache)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'inlinevit[data]'" in refusal(f"hfds/{huggingface}", root=cache)
+
+
+def test_labels_in_words_are_refused(tmp_path: Path) -> None:
+    import datasets
+
+    columns = {"image": datasets.Image(), "label": datasets.Value("string")}
+    rows = {"image": [{"bytes": encoded(0), "path": None}], "label": ["cat"]}
+    datasets.Dataset.from_dict(rows, datasets.Features(columns)).to_parquet(tmp_path / "data" / "train.parquet")
+    message = refusal(f"hfds/{tmp_path / 'data'}", root=str(tmp_path / "cache"))
+    assert "no column of class labels" in message
+    assert "class_encode_column" in message
