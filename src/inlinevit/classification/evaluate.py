@@ -1,14 +1,36 @@
 """How well a model tells classes apart: accuracies, calibration, confusion."""
 
-from dataclasses import dataclass
+import csv
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
-from torchmetrics.functional.classification import multiclass_calibration_error, multiclass_confusion_matrix
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassConfusionMatrix
 
+from ..training.state import is_sharded
 from .config import DataConfig
-from .data import LabelledImages, ProblemCounter, evaluation_batches
+from .data import ProblemCounter, evaluation_batches
+from .inputs import InputSpec, evaluation_transform
+from .model import Classifier, open_classifier, run_config
+from .shards import ShardSource
+from .sources import ImageSource, open_part
+
+CALIBRATION_BINS = 15
+CLASSES_SHOWN = 5
+NAMES_SHOWN = 3
 
 
 @dataclass
@@ -31,30 +53,270 @@ class Evaluation:
 
     def numbers(self) -> dict[str, float]:
         """The metrics that are one number each."""
-        return {name: getattr(self, name) for name in ("top1", "top5", "calibration_error", "loss")}
+        return {
+            "top1": self.top1,
+            "top5": self.top5,
+            "calibration_error": self.calibration_error,
+            "loss": self.loss,
+        }
+
+    @property
+    def images(self) -> int:
+        """How many images were evaluated."""
+        return int(self.confusion.sum())
+
+    @property
+    def per_class(self) -> list[float | None]:
+        """Share of each class's images that are told right, in percent; None for a class without images."""
+        right, images = self.confusion.diagonal().tolist(), self.confusion.sum(dim=1).tolist()
+        return [100 * some / all_ if all_ else None for some, all_ in zip(right, images, strict=True)]
 
 
-def evaluate(model: nn.Module, images: LabelledImages, config: DataConfig, accelerator: Accelerator) -> Evaluation:
-    """Evaluate a model on all images, each counted once whatever the number of processes."""
-    loader = accelerator.prepare(evaluation_batches(images, config))
-    problems = ProblemCounter(config.max_unreadable)
-    outputs = []
-    with torch.inference_mode():
-        for batch, labels, names in loader:
-            problems.check(names)
-            outputs.append(accelerator.gather_for_metrics((model(batch).float(), labels)))
-    logits, labels = (torch.cat(parts).cpu() for parts in zip(*outputs, strict=True))
-    return summarize(logits, labels)
+class _Metrics:
+    """What an evaluation adds up, over batches and over processes.
+
+    Args:
+        num_classes: Width of the logits.
+        device: Where the logits are.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        top_k = min(5, num_classes)
+        self.top5 = MulticlassAccuracy(num_classes, top_k=top_k, average="micro", validate_args=False).to(device)
+        self.calibration = MulticlassCalibrationError(num_classes, CALIBRATION_BINS, validate_args=False).to(device)
+        self.loss = MeanMetric(nan_strategy="disable").to(device)
+        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False).to(device)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: logits (images, classes) and labels (images,)."""
+        # Ranks come from logits, because the smallest probabilities are all 0. Calibration is given probabilities,
+        # because torchmetrics would take logits that are all in 0 … 1 for them.
+        self.top5.update(logits, labels)
+        self.confusion.update(logits, labels)
+        self.calibration.update(logits.softmax(dim=1), labels)
+        self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
+
+    def compute(self) -> Evaluation:
+        """The outcome over all processes; every one of them must call this."""
+        confusion = self.confusion.compute().cpu()
+        if confusion.sum() == 0:
+            raise ValueError("there is not one image to evaluate on: check the data")
+        return Evaluation(
+            top1=100 * int(confusion.diagonal().sum()) / int(confusion.sum()),
+            top5=100 * self.top5.compute().item(),
+            calibration_error=100 * self.calibration.compute().item(),
+            loss=self.loss.compute().item(),
+            confusion=confusion,
+        )
 
 
-def summarize(logits: Tensor, labels: Tensor) -> Evaluation:
-    """Metrics of logits (images, classes) and labels (images,)."""
-    classes = logits.shape[1]
-    ranks = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
-    return Evaluation(
-        top1=100 * ranks[:, 0].float().mean().item(),
-        top5=100 * ranks.any(dim=1).float().mean().item(),
-        calibration_error=100 * multiclass_calibration_error(logits.softmax(1), labels, classes, n_bins=15).item(),
-        loss=torch.nn.functional.cross_entropy(logits, labels).item(),
-        confusion=multiclass_confusion_matrix(logits, labels, classes),
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    source: ImageSource | ShardSource,
+    spec: InputSpec,
+    config: DataConfig,
+    accelerator: Accelerator,
+    num_classes: int,
+    *,
+    labels: Sequence[int] | None = None,
+    show_progress: bool = False,
+) -> Evaluation:
+    """Evaluate a model on all images, each counted once whatever the number of processes.
+
+    Args:
+        model: In evaluation mode, on the accelerator's device.
+        source: The images.
+        spec: What the model wants to see.
+        config: How the images are read.
+        accelerator: The processes; all of them call this, and get the same.
+        num_classes: Width of the model's head.
+        labels: For each class of the source, that of the model; None = they are the same.
+        show_progress: Show a bar.
+    """
+    batches: Iterable[Any] = evaluation_batches(
+        source,
+        evaluation_transform(spec),
+        spec.mode,
+        num_classes if labels is None else len(labels),
+        config,
+        accelerator.process_index,
+        accelerator.num_processes,
     )
+    if show_progress:
+        batches = track(batches, "evaluating", console=Console(stderr=True), disable=not accelerator.is_main_process)
+    usable = _usable(batches, ProblemCounter(config.max_unreadable), labels)
+    metrics = _Metrics(num_classes, accelerator.device)
+    # The bare model: DistributedDataParallel would wait for processes whose share is smaller.
+    bare = accelerator.unwrap_model(model)
+    for images, truth in _in_step(usable, accelerator, spec) if is_sharded(bare) else usable:
+        with accelerator.autocast():
+            logits = bare(images.to(accelerator.device, non_blocking=True)).float()
+        if len(truth) > 0:
+            metrics.update(logits, truth.to(accelerator.device))
+    return metrics.compute()
+
+
+def _usable(
+    batches: Iterable[tuple[Tensor, Tensor, list[str]]], problems: ProblemCounter, labels: Sequence[int] | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches without the images that could not be read, under the model's labels."""
+    own = None if labels is None else torch.tensor(labels)
+    for images, truth, names in batches:
+        problems.check(names)
+        is_usable = truth >= 0
+        if is_usable.any():
+            truth = truth[is_usable]
+            yield images[is_usable], truth if own is None else own[truth]
+
+
+def _in_step(
+    batches: Iterator[tuple[Tensor, Tensor]], accelerator: Accelerator, spec: InputSpec
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """As many batches for each process as the one with the most has: the others get some with an image and no label.
+
+    Processes that share the parameters of a model compute it together.
+    """
+    nothing = torch.zeros(1, len(spec.mean), spec.size, spec.size), torch.zeros(0, dtype=torch.long)
+    while True:
+        batch = next(batches, None)
+        going_on = torch.tensor(float(batch is not None), device=accelerator.device)
+        if accelerator.reduce(going_on, "sum").item() == 0:
+            return
+        yield nothing if batch is None else batch
+
+
+def match_classes(classes: Sequence[str] | None, classifier: Classifier) -> list[int] | None:
+    """For each class of some images, which one of a model's it is.
+
+    Args:
+        classes: What the images' classes are called, by label; None = not known, so their labels are taken as they are.
+        classifier: The model. Its classes may be known by WordNet ids and by words. If no name is known to it and there
+            are as many as it has, the order decides.
+    """
+    if classes is None:
+        return None
+    known = {name: index for index, name in enumerate(classifier.readable_classes())}
+    known |= {name: index for index, name in enumerate(classifier.classes or [])}
+    unknown = [name for name in classes if name not in known]
+    if not unknown:
+        return [known[name] for name in classes]
+    if len(unknown) == len(classes) == classifier.num_classes:
+        if classifier.classes is not None:
+            warnings.warn(
+                f"the model knows other names than {', '.join(unknown[:NAMES_SHOWN])}, …: classes are matched by their "
+                "order",
+                stacklevel=2,
+            )
+        return list(range(len(classes)))
+    shown = ", ".join(unknown[:NAMES_SHOWN]) + (", …" if len(unknown) > NAMES_SHOWN else "")
+    raise ValueError(
+        f"the model does not know {len(unknown)} of the {len(classes)} classes of the images ({shown}): name images of "
+        f"its {classifier.num_classes} classes with --data.path or --data.eval_path, or another model"
+    )
+
+
+def evaluate_command(
+    model: str,
+    data: DataConfig,
+    checkpoint: str | None = None,
+    img_size: int | None = None,
+    crop_pct: float | None = None,
+    output: str | None = None,
+    precision: Literal["no", "bf16", "fp16"] = "no",
+) -> None:
+    """Tell how well a model tells classes apart.
+
+    Args:
+        model: The folder of a training run, or the name of a model of ours or of timm's.
+        data: The images; those of the training run, if none are named.
+        checkpoint: With a name, the file of its weights (default: the published ones); with a run, "best" or a
+            checkpoint (default: the final weights).
+        img_size: Side of the images that the model sees; null = what it was trained for.
+        crop_pct: Share of an image's side that the model sees; null = what it was trained for.
+        output: Folder for evaluation.json, per_class.csv and confusion.png.
+        precision: Half precision for what can bear it.
+    """
+    accelerator = Accelerator(mixed_precision=precision)
+    with accelerator.main_process_first():
+        classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size, crop_pct=crop_pct)
+    data = _evaluation_data(model, data)
+    source = open_part(data, training=False)
+    outcome = evaluate(
+        classifier.model.to(accelerator.device),
+        source,
+        classifier.spec,
+        data,
+        accelerator,
+        classifier.num_classes,
+        labels=match_classes(source.classes, classifier),
+        show_progress=True,
+    )
+    if accelerator.is_main_process:
+        _print_tables(outcome, classifier)
+        if output is not None:
+            facts = {"model": model, "checkpoint": checkpoint, "data": data.eval_path, "img_size": classifier.spec.size}
+            save_evaluation(outcome, classifier, facts, Path(output))
+            Console(stderr=True).print(f"results are in {output}", markup=False, highlight=False)
+    accelerator.end_training()
+
+
+def _evaluation_data(model: str, data: DataConfig) -> DataConfig:
+    """The images to evaluate on, as a set that stands for itself: its classes are matched by name."""
+    run = run_config(model)
+    if run is not None and data.eval_path is None and data.path == DataConfig().path:
+        named = run.data
+        data = replace(named, batch_size=data.batch_size, workers=data.workers, max_unreadable=data.max_unreadable)
+    path = data.eval_path or data.path
+    return replace(data, path=path, eval_path=path)
+
+
+def _print_tables(outcome: Evaluation, classifier: Classifier) -> None:
+    console = Console()
+    table = Table(title=Text(f"{classifier.name}, {classifier.spec.size} × {classifier.spec.size} pixels"))
+    for heading in ("top-1 %", "top-5 %", "calibration error %", "loss", "images"):
+        table.add_column(heading, justify="right")
+    numbers = [f"{outcome.top1:.2f}", f"{outcome.top5:.2f}", f"{outcome.calibration_error:.2f}", f"{outcome.loss:.4f}"]
+    table.add_row(*numbers, f"{outcome.images}")
+    console.print(table)
+    names = classifier.readable_classes()
+    ranked = sorted((share, index) for index, share in enumerate(outcome.per_class) if share is not None)
+    table = Table(title="classes")
+    for heading in ("worst", "%", "best", "%"):
+        table.add_column(heading, justify="right" if heading == "%" else "left")
+    worst, best = ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN]
+    for (low, poor), (high, good) in zip(worst, best, strict=True):
+        table.add_row(Text(names[poor]), f"{low:.1f}", Text(names[good]), f"{high:.1f}")
+    console.print(table)
+
+
+def save_evaluation(outcome: Evaluation, classifier: Classifier, facts: dict[str, Any], folder: Path) -> None:
+    """Write evaluation.json, per_class.csv and confusion.png.
+
+    Args:
+        outcome: The evaluation.
+        classifier: The model.
+        facts: What else evaluation.json is to tell.
+        folder: Where they go.
+    """
+    # Here, because matplotlib takes its time and training needs no pictures.
+    from .plots import draw_confusion
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = classifier.readable_classes()
+    numbers = {name: value if math.isfinite(value) else None for name, value in outcome.numbers().items()}
+    content = {
+        **facts,
+        **numbers,
+        "images": outcome.images,
+        "classes": classifier.classes,
+        "per_class": outcome.per_class,
+        "confusion": outcome.confusion.tolist(),
+    }
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    with (folder / "per_class.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["index", "class", "images", "right", "accuracy"])
+        images, right = outcome.confusion.sum(dim=1).tolist(), outcome.confusion.diagonal().tolist()
+        writer.writerows(zip(range(len(names)), names, images, right, outcome.per_class, strict=True))
+    draw_confusion(outcome.confusion, names, folder / "confusion.png")

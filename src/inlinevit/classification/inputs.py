@@ -123,10 +123,9 @@ def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
         _mend_posterize(step)
     if augment.scale is None:
         # Small images are not zoomed: a border, then a crop of the full size.
-        steps[:1] = [
-            transforms.Resize((spec.size, spec.size), transforms.InterpolationMode.BICUBIC),
-            transforms.RandomCrop(spec.size, padding=augment.crop_padding or None),
-        ]
+        steps[:1] = [transforms.Resize((spec.size, spec.size), transforms.InterpolationMode.BICUBIC)]
+        if augment.crop_padding:
+            steps[1:1] = [transforms.RandomCrop(spec.size, padding=augment.crop_padding)]
     return transforms.Compose(steps)
 
 

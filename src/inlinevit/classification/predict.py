@@ -1,0 +1,300 @@
+"""What is in images: files in, classes with probabilities out."""
+
+import csv
+import glob
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TextIO
+
+import torch
+from accelerate import PartialState
+from PIL import Image, ImageOps
+from PIL.ImageFile import StubImageFile
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch.utils.data import DataLoader
+
+from .data import LabelledImages, Sample
+from .inputs import evaluation_transform
+from .model import Classifier, open_classifier
+
+# Width of a table that is not shown on a terminal.
+FILE_WIDTH = 120
+DIGITS = 6
+
+
+@dataclass
+class ClassProbability:
+    """How sure a model is of a class.
+
+    Attributes:
+        name: What the class is called.
+        index: Its place among the model's classes.
+        probability: From 0 to 1.
+    """
+
+    name: str
+    index: int
+    probability: float
+
+
+@dataclass
+class Prediction:
+    """What a model sees in an image.
+
+    Attributes:
+        file: The image.
+        classes: The most probable classes, the most probable first; none if there is an error.
+        error: Why the image cannot be used; None if it can.
+    """
+
+    file: str
+    classes: list[ClassProbability] = field(default_factory=list)
+    error: str | None = None
+
+
+class FileSource:
+    """Images in files, without labels: an ImageSource where all labels are 0.
+
+    Args:
+        files: Paths, each with what is already known to be wrong with it ("" = nothing).
+    """
+
+    classes: list[str] | None = None
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.files = list(files.items())
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        path, problem = self.files[index]
+        if problem:
+            raise ValueError(problem)
+        return _in_eight_bits(Image.open(path)), 0
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        # Bytes that are no text must not stop the output.
+        return os.fsencode(self.files[index][0]).decode(errors="backslashreplace")
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    """An image without its lower 8 bits, if it has 16: Pillow would make all but the darkest pixels white."""
+    if not image.mode.startswith("I;16"):
+        return image
+    # Upright first: what tells how to turn a TIFF does not survive conversion.
+    return ImageOps.exif_transpose(image).convert("I").point(lambda value: value / 256).convert("L")
+
+
+def find_images(arguments: Iterable[str]) -> dict[str, str]:
+    """The files that are meant by names, folders and glob patterns, each once.
+
+    Of a folder, the files at any depth whose endings are those of images are taken, in the order of their names.
+
+    Returns:
+        Paths, each with what is wrong with it ("" = nothing so far).
+    """
+    files: dict[str, str] = {}
+    seen: set[str] = set()
+    for argument in arguments:
+        for path, problem in _expand(argument):
+            place = os.path.abspath(path)
+            if place not in seen:
+                seen.add(place)
+                files[path] = problem
+    return files
+
+
+def _expand(argument: str) -> Iterator[tuple[str, str]]:
+    """The files that one argument means, each with what is wrong with it."""
+    if os.path.isdir(argument):
+        yield from _images_in(argument)
+    elif os.path.exists(argument):
+        yield argument, ""
+    elif not glob.has_magic(argument):
+        yield argument, "there is no such file or folder"
+    else:
+        matches = sorted(glob.glob(argument, recursive=True))
+        if not matches:
+            yield argument, "nothing matches this pattern"
+        for match in matches:
+            if os.path.isdir(match):
+                yield from _images_in(match)
+            else:
+                yield match, ""
+
+
+def _images_in(folder: str) -> Iterator[tuple[str, str]]:
+    endings = image_endings()
+    files = sorted(str(file) for file in Path(folder).rglob("*") if file.suffix.lower() in endings and file.is_file())
+    if not files:
+        yield folder, "the folder holds no images"
+    for file in files:
+        yield file, ""
+
+
+def image_endings() -> set[str]:
+    """The endings of the files that Pillow can read."""
+    formats = Image.registered_extensions()
+    return {ending for ending, name in formats.items() if name in Image.OPEN and not _is_stub(name)}
+
+
+def _is_stub(name: str) -> bool:
+    """Whether Pillow knows a format, but needs more software to read it."""
+    reader = Image.OPEN[name][0]
+    return isinstance(reader, type) and issubclass(reader, StubImageFile)
+
+
+@torch.no_grad()
+def predict(
+    classifier: Classifier,
+    images: Iterable[str],
+    *,
+    top: int = 5,
+    batch_size: int = 32,
+    device: torch.device | str | None = None,
+) -> Iterator[Prediction]:
+    """What a model sees in images, one after the other, as they are read.
+
+    Args:
+        classifier: The model; it is moved to the device.
+        images: Files, folders, or glob patterns.
+        top: How many classes to tell for each image.
+        batch_size: Images that are computed together.
+        device: Where to compute; None = the best there is.
+    """
+    if top < 1 or batch_size < 1:
+        raise ValueError(f"top is {top} and batch_size {batch_size}: both should be at least 1")
+    spec, names = classifier.spec, classifier.readable_classes()
+    source = FileSource(find_images(images))
+    samples = LabelledImages(source, evaluation_transform(spec), spec.mode, num_classes=1)
+    device = torch.device(device or PartialState().device)
+    model = classifier.model.to(device)
+    batches: DataLoader[Sample] = DataLoader(samples, batch_size, collate_fn=list)
+    index = 0
+    for batch in batches:
+        inputs = [image for image, _, problems in batch if not problems]
+        # Nothing can be stacked where no image of the batch can be used.
+        logits = model(torch.stack(inputs).to(device)).float() if inputs else torch.empty(0, len(names))
+        chosen = iter(zip(*logits.softmax(dim=1).cpu().topk(min(top, len(names)), dim=1), strict=True))
+        for _, _, problems in batch:
+            yield _prediction(source.name(index), problems, None if problems else next(chosen), names)
+            index += 1
+
+
+def _prediction(
+    file: str, problems: list[str], chosen: tuple[torch.Tensor, torch.Tensor] | None, names: Sequence[str]
+) -> Prediction:
+    """The outcome for an image: its problem or, where it has none, its best probabilities and their classes."""
+    if chosen is None:
+        return Prediction(file, error=problems[0])
+    probabilities, indices = chosen[0].tolist(), chosen[1].tolist()
+    if not chosen[0].isfinite().all():
+        return Prediction(file, error=f"{file} gives no finite probabilities: check the model's weights")
+    return Prediction(
+        file, [ClassProbability(names[i], i, round(p, DIGITS)) for p, i in zip(probabilities, indices, strict=True)]
+    )
+
+
+def predict_command(
+    model: str,
+    images: list[str],
+    checkpoint: str | None = None,
+    img_size: int | None = None,
+    top: int = 5,
+    format: Literal["table", "json", "csv"] = "table",
+    output: str | None = None,
+    batch_size: int = 32,
+) -> int:
+    """Tell what is in images.
+
+    Args:
+        model: The folder of a training run, or the name of a model of ours or of timm's.
+        images: Images, folders of them, or glob patterns.
+        checkpoint: With a name, the file of its weights (default: the published ones); with a run, "best" or a
+            checkpoint (default: the final weights).
+        img_size: Side of the images that the model sees; null = what it was trained for.
+        top: How many classes to tell for each image.
+        format: How to tell them.
+        output: File for them; null = show them.
+        batch_size: Images that are computed together.
+
+    Returns:
+        The exit code: 1 if an image could not be used, else 0.
+    """
+    classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size)
+    predictions = predict(classifier, images, top=top, batch_size=batch_size)
+    failed: list[str] = []
+    # csv writes its own ends of lines.
+    with open(output, "w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as stream:
+        WRITERS[format](_with_problems_told(predictions, failed), stream)
+    return 1 if failed else 0
+
+
+def _with_problems_told(predictions: Iterable[Prediction], failed: list[str]) -> Iterator[Prediction]:
+    """The same predictions; those that failed are noted, and told in a line each."""
+    for prediction in predictions:
+        if prediction.error is not None:
+            failed.append(prediction.file)
+            print(_on_one_line(prediction.error), file=sys.stderr)
+        yield prediction
+
+
+def _on_one_line(text: str) -> str:
+    """Text without what could break a line or steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def write_table(predictions: Iterable[Prediction], stream: TextIO) -> None:
+    """A table for people; images that failed are left out."""
+    table = Table("image", "class")
+    table.add_column("%", justify="right")
+    for prediction in predictions:
+        for rank, chosen in enumerate(prediction.classes):
+            table.add_row(
+                Text(_on_one_line(prediction.file) if rank == 0 else "", overflow="fold"),
+                Text(_on_one_line(chosen.name)),
+                f"{100 * chosen.probability:.1f}",
+                end_section=rank == len(prediction.classes) - 1,
+            )
+    Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
+
+
+def write_json(predictions: Iterable[Prediction], stream: TextIO) -> None:
+    """A list of objects; those of images that failed have an error in place of predictions."""
+    separator = "[\n"
+    for prediction in predictions:
+        content: dict[str, object] = {"file": prediction.file}
+        if prediction.error is not None:
+            content["error"] = prediction.error
+        else:
+            content["predictions"] = [
+                {"class": chosen.name, "index": chosen.index, "probability": chosen.probability}
+                for chosen in prediction.classes
+            ]
+        stream.write(separator + json.dumps(content, ensure_ascii=False))
+        separator = ",\n"
+    stream.write("[]\n" if separator == "[\n" else "\n]\n")
+
+
+def write_csv(predictions: Iterable[Prediction], stream: TextIO) -> None:
+    """A line for each class of each image; images that failed have one line, with the error."""
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["file", "rank", "class", "index", "probability", "error"])
+    for prediction in predictions:
+        if prediction.error is not None:
+            writer.writerow([prediction.file, "", "", "", "", prediction.error])
+        for rank, chosen in enumerate(prediction.classes, start=1):
+            writer.writerow([prediction.file, rank, chosen.name, chosen.index, chosen.probability, ""])
+
+
+WRITERS = {"table": write_table, "json": write_json, "csv": write_csv}

@@ -1,0 +1,238 @@
+"""Building models, and opening those of training runs and of files."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import yaml
+from torch import Tensor, nn
+
+from inlinevit.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
+from inlinevit.classification.model import (
+    build_model,
+    check_model_name,
+    from_dict,
+    imagenet_classes,
+    in_words,
+    load_config,
+    open_classifier,
+    run_weights,
+)
+from inlinevit.training.checkpoints import CheckpointFolder, Progress
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def save(model: nn.Module, path: Path) -> str:
+    safetensors.torch.save_file(weights_of(model), path)
+    return str(path)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor], *, but: str = "-") -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items() if but not in name)
+
+
+@pytest.mark.parametrize(
+    "name", ["inline_deit_tiny", "test_vit", "resnet18", "vgg11", "mixer_s32_224", "test_efficientnet"]
+)
+def test_models_take_what_they_can(name: str) -> None:
+    """Any size, number of classes and channels, whether or not the model has arguments for size and drop path."""
+    model = build_model(ModelConfig(name, img_size=64, in_chans=1, drop_path=0.1), num_classes=3).eval()
+    assert model(torch.zeros(1, 1, 64, 64)).shape == (1, 3)
+
+
+def test_drop_path_and_options_arrive() -> None:
+    model = build_model(ModelConfig("inline_deit_tiny", drop_path=0.3, options={"attention": "softmax"}), 3)
+    rates = [module.drop_prob for module in model.modules() if type(module).__name__ == "DropPath"]
+    assert max(rates) == pytest.approx(0.3)
+    assert "softmax" in {type(module).__name__.removesuffix("Attention").lower() for module in model.modules()}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ModelConfig("inline_deit_tinny"), "did you mean inline_deit_tiny"),
+        (ModelConfig("resnet18.nothing"), "no published weights called 'nothing': choose among a1_in1k"),
+        (ModelConfig("q"), "there is no model called 'q'"),
+        (ModelConfig("inline_deit_tiny", options={"atention": "softmax"}), "did you mean attention"),
+        (ModelConfig("resnet18", options={"zzz": 1}), "no option 'zzz'.*there are block"),
+        (ModelConfig("resnet18", options={"drop_path_rate": 1}), "set model.drop_path instead"),
+        (ModelConfig("vit_tiny_patch16_224", img_size=100), "takes images of 224 pixels only"),
+    ],
+    ids=lambda value: value.name if isinstance(value, ModelConfig) else "",
+)
+def test_mistakes_are_named(config: ModelConfig, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if config.name == "vit_tiny_patch16_224":
+        refuse_size(monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        build_model(config, 3)
+
+
+def refuse_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make timm behave as if the model had no argument for its size."""
+    create = timm.create_model
+
+    def strict(name: str, **arguments: Any) -> nn.Module:
+        if arguments.get("img_size") is not None:
+            raise TypeError("Model.__init__() got an unexpected keyword argument 'img_size'")
+        return create(name, **arguments)
+
+    monkeypatch.setattr(timm, "create_model", strict)
+
+
+def test_published_names_are_known() -> None:
+    check_model_name("resnet18.a1_in1k")
+    check_model_name("inline_swin_tiny")
+
+
+def test_unreachable_weights_are_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("timm.models._builder.download_cached_file", unreachable)
+    with pytest.raises(OSError, match=r"inline_deit_tiny cannot be fetched \(no network\): .*checkpoint"):
+        build_model(ModelConfig("inline_deit_tiny", pretrained=True), 10)
+
+
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "test_vit", "resnet18"])
+def test_a_checkpoint_of_other_size_classes_and_channels(name: str, tmp_path: Path) -> None:
+    """All but the head, the positions and the first convolution is in the file as in the model."""
+    size = {} if name == "resnet18" else {"img_size": 64}
+    there = timm.create_model(name, num_classes=7, **size)
+    file = save(there, tmp_path / "weights.safetensors")
+    exact = build_model(ModelConfig(name, img_size=64, checkpoint=file), 7)
+    assert same(weights_of(there), weights_of(exact))
+    other = build_model(ModelConfig(name, img_size=96, in_chans=1, checkpoint=file), 5).eval()
+    assert other(torch.zeros(1, 1, 96, 96)).shape == (1, 5)
+    loaded, before = weights_of(other), weights_of(there)
+    kept = [key for key in before if loaded[key].shape == before[key].shape]
+    assert len(kept) >= len(before) - 4
+    assert all(torch.equal(loaded[key], before[key]) for key in kept if not key.startswith(("head", "fc.")))
+
+
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "test_vit"])
+@pytest.mark.parametrize("classes", [3, 7])
+def test_a_checkpoint_of_another_model_is_refused(name: str, classes: int, tmp_path: Path) -> None:
+    file = save(timm.create_model("resnet18", num_classes=7), tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="does not hold the weights of"):
+        build_model(ModelConfig(name, checkpoint=file), classes)
+
+
+def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.ones(1)}, "args": Path("x")}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match="could run code"):
+        build_model(ModelConfig("resnet18", checkpoint=str(tmp_path / "weights.pth")), 3)
+
+
+def test_opening_by_name_finds_classes_and_channels_in_the_file(tmp_path: Path) -> None:
+    there = timm.create_model("inline_deit_tiny", num_classes=10, in_chans=1, img_size=32)
+    opened = open_classifier("inline_deit_tiny", checkpoint=save(there, tmp_path / "w.safetensors"), img_size=32)
+    assert (opened.num_classes, opened.classes, opened.spec.mode, opened.spec.size) == (10, None, "L", 32)
+    assert opened.readable_classes()[3] == "3"
+    assert not opened.model.training
+    images = torch.randn(2, 1, 32, 32)
+    assert torch.equal(opened.model(images), there.eval()(images))
+
+
+def test_a_thousand_classes_are_those_of_imagenet(tmp_path: Path) -> None:
+    opened = open_classifier("test_vit", checkpoint=save(timm.create_model("test_vit"), tmp_path / "w.safetensors"))
+    assert opened.classes is not None
+    assert opened.classes[1] == "n01443537"
+    assert opened.readable_classes()[1] == "goldfish, Carassius auratus"
+    assert opened.spec.size == 160
+
+
+def test_words_for_wordnet_ids_only() -> None:
+    assert imagenet_classes(10) is None
+    assert in_words(["n01440764", "n01443537"]) == ["tench, Tinca tinca", "goldfish, Carassius auratus"]
+    assert in_words(["n01440764", "cat"]) == ["n01440764", "cat"]
+    assert in_words(["n00000000"]) == ["n00000000"]
+
+
+def make_run(folder: Path, classes: list[str] | None, *, seed: int = 0) -> nn.Module:
+    """A training run that has its configuration and its classes, but no weights yet; its model."""
+    folder.mkdir()
+    config = {"model": {"name": "test_vit", "img_size": 32, "in_chans": 1}, "augment": {"scale": [0.5, 1.0]}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    if classes is not None:
+        (folder / "classes.json").write_text(json.dumps(classes))
+    torch.manual_seed(seed)
+    return timm.create_model("test_vit", num_classes=3, in_chans=1, img_size=32)
+
+
+def checkpoint(run: Path, step: int, models: dict[str, nn.Module], *, best: bool = False) -> Path:
+    progress = Progress(step=step, best=1.0, best_step=step if best else None)
+    folder = CheckpointFolder(run / "checkpoints", keep=9)
+    path = folder.save(progress, {name: weights_of(model) for name, model in models.items()}, {})
+    folder.mark_best(progress)
+    return path
+
+
+def test_opening_a_run(tmp_path: Path) -> None:
+    there = make_run(tmp_path / "run", ["ant", "bee", "cow"])
+    save(there, tmp_path / "run" / "model.safetensors")
+    opened = open_classifier(str(tmp_path / "run"))
+    assert (opened.classes, opened.name, opened.spec.size) == (["ant", "bee", "cow"], "test_vit", 32)
+    assert same(weights_of(there), weights_of(opened.model))
+    assert open_classifier(str(tmp_path / "run"), img_size=48, crop_pct=0.5).spec.crop_pct == 0.5
+    assert open_classifier(str(tmp_path / "run"), img_size=48).model(torch.zeros(1, 1, 48, 48)).shape == (1, 3)
+
+
+def test_an_unfinished_run_gives_its_newest_good_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    models = [make_run(run, None), *(timm.create_model("test_vit", num_classes=3) for _ in range(3))]
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor a good checkpoint"):
+        open_classifier(str(run))
+    checkpoint(run, 1, {"model": models[0]}, best=True)
+    checkpoint(run, 2, {"model": models[1], "ema": models[2]})
+    spoilt = checkpoint(run, 3, {"model": models[3]})
+    (spoilt / "model.safetensors").write_bytes(b"spoilt")
+    with pytest.warns(UserWarning, match="not finished: using its checkpoint step-00000002"):
+        file = run_weights(run, None)
+    # Averaged weights are preferred.
+    assert same(weights_of(models[2]), safetensors.torch.load_file(file))
+    assert same(weights_of(models[0]), weights_of(open_classifier(str(run), checkpoint="best").model))
+    chosen = open_classifier(str(run), checkpoint=str(run / "checkpoints" / "step-00000001"))
+    assert same(weights_of(models[0]), weights_of(chosen.model))
+
+
+def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(make_run(run, ["ant", "bee"]), run / "model.safetensors")
+    assert open_classifier(str(run)).classes == ["ant", "bee", "2"]
+    with pytest.raises(ValueError, match="best cannot be used"):
+        open_classifier(str(run), checkpoint="best")
+    (run / "classes.json").write_text(json.dumps(["a", "b", "c", "d"]))
+    with pytest.raises(ValueError, match="names 4 classes, but the weights are for 3"):
+        open_classifier(str(run))
+    (run / "classes.json").write_text("{")
+    with pytest.raises(ValueError, match="no list of class names"):
+        open_classifier(str(run))
+    (run / "config.yaml").write_text("modle: {}")
+    with pytest.raises(ValueError, match=r"no configuration of a classification run .*has no modle"):
+        open_classifier(str(run))
+    with pytest.raises(ValueError, match=r"holds no config\.yaml"):
+        open_classifier(str(tmp_path))
+    with pytest.raises(ValueError, match="no model called"):
+        open_classifier(str(tmp_path / "nothing"))
+
+
+def test_configurations_come_back(tmp_path: Path) -> None:
+    config = ClassificationConfig(
+        augment=AugmentConfig(scale=None, ratio=(0.5, 2.0)), model=ModelConfig(options={"attention": "softmax"})
+    )
+    config.optimizer.betas = (0.5, 0.6)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert from_dict(AugmentConfig, {"scale": [0.1, 0.2]}).scale == (0.1, 0.2)
+    for content in ("- 1", "", "model: 3", "model: {img_size: -1}", "a: [", "model: {name: 'x'}\n\tb"):
+        (tmp_path / "config.yaml").write_text(content)
+        with pytest.raises(ValueError, match="no configuration of a classification run"):
+            load_config(tmp_path / "config.yaml")
