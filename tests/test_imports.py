@@ -1,4 +1,4 @@
-"""The direction of imports: ops ← layers ← models ← tasks ← cli."""
+"""The direction of imports: ops ← layers ← models ← tasks ← demo ← cli."""
 
 import ast
 import itertools
@@ -10,8 +10,8 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "inlinevit"
 FILES = sorted(SRC.rglob("*.py"))
 FRONT_DOOR = SRC / "__init__.py"
 
-TASKS = ("training", "classification", "detection", "segmentation", "analysis", "benchmark")
-RANKS = {"ops": 0, "layers": 1, "models": 2, **dict.fromkeys(TASKS, 3), "cli": 4, "__main__": 4}
+TASKS = ("training", "classification", "detection", "segmentation", "analysis", "benchmark", "report")
+RANKS = {"ops": 0, "layers": 1, "models": 2, **dict.fromkeys(TASKS, 3), "demo": 4, "cli": 5, "__main__": 5}
 # The front door imports the models, so only what stands above them may import it.
 FRONT_DOOR_RANK = 3
 
@@ -102,7 +102,7 @@ def test_checker_allows_own_and_lower_rooms(source: str, module: str) -> None:
 
 
 def test_each_room_may_not_import_the_next() -> None:
-    rooms = ["ops", "layers", "models", "training", "cli"]
+    rooms = ["ops", "layers", "models", "training", "demo", "cli"]
     for lower, higher in itertools.pairwise(rooms):
         assert violations(f"import inlinevit.{higher}", f"inlinevit.{lower}.x") == [f"inlinevit.{higher}"]
         assert violations(f"import inlinevit.{lower}", f"inlinevit.{higher}.x") == []

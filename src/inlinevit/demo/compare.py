@@ -1,0 +1,148 @@
+"""Training, timing and testing the demo's models, and reporting on them."""
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from ..classification.config import ClassificationConfig
+from ..classification.evaluate import Evaluation, evaluate
+from ..classification.sources import ArraySource
+from ..classification.task import Classification
+from ..report import Report
+from ..training.config import to_plain
+from ..training.files import replace_json
+from ..training.loop import Trainer
+from ..training.setup import make_optimizer
+from .sections import Contender, comparison_sections, settings_section
+
+# Rounds in which each model has its turn while steps are timed; those of the warm-up do not count.
+TIMED_ROUNDS = 25
+WARM_UP_ROUNDS = 3
+STATE_FILE = "demo.json"
+
+
+def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: Console) -> Path:
+    """Train models that differ in their attention, and write a report that compares them.
+
+    Args:
+        folder: Where the report goes.
+        configs: Their runs, by attention.
+        console: Where to say how it goes.
+
+    Returns:
+        The path of the page.
+    """
+    started = time.monotonic()
+    # Data that cannot be read are refused before anything is written.
+    tasks = {attention: Classification(config) for attention, config in configs.items()}
+    settings = {attention: to_plain(config) for attention, config in configs.items()}
+    make_ready(folder, settings, console)
+    trainers = {}
+    for number, (attention, task) in enumerate(tasks.items(), start=1):
+        console.print(f"{number} of {len(tasks)}: training with {attention} attention")
+        trainers[attention] = Trainer(task, configs[attention])
+        trainers[attention].run()
+    seconds = time_steps(tasks, trainers, console)
+    contenders = {}
+    for attention, task in tasks.items():
+        evaluation, predictions = examine(task, trainers[attention])
+        metrics = (Path(configs[attention].run.output) / "metrics.jsonl").read_text()
+        contenders[attention] = Contender(
+            parameters=sum(parameter.numel() for parameter in trainers[attention].bare_model.parameters()),
+            evaluation=evaluation,
+            predictions=predictions,
+            history=[json.loads(line) for line in metrics.splitlines()],
+            batch_size=configs[attention].data.batch_size,
+            step_seconds=seconds[attention],
+        )
+    report = Report(
+        "Three kinds of attention, side by side",
+        "Vision transformers that differ in nothing but their attention were trained on the same images, in the same "
+        "order, for the same number of steps, and tested on images that they had not seen.",
+    )
+    source = task.evaluation_source
+    assert isinstance(source, ArraySource)
+    for section in comparison_sections(contenders, source):
+        report.add(section)
+    report.add(settings_section(settings, len(task.training_source)))
+    path = report.write(folder)
+    replace_json(folder / STATE_FILE, {"state": "finished", "settings": settings})
+    console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
+    return path
+
+
+def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None:
+    """Make the folder ready: as it is, to go on with an interrupted demo; without old results, to begin anew."""
+    file = folder / STATE_FILE
+    before = json.loads(file.read_text()) if file.is_file() else None
+    if before == {"state": "running", "settings": settings}:
+        console.print(f"{folder} holds a demo that was interrupted: it goes on from there")
+        return
+    if before is not None:
+        console.print(f"{folder} holds a demo already: it is run anew, and the old results go")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} holds something else than a demo: name a new folder with --output")
+    # A demo that is killed while it clears the folder leaves nothing to go on with, so the next one clears it again.
+    replace_json(file, {"state": "clearing", "settings": settings})
+    for attention in settings:
+        shutil.rmtree(folder / attention, ignore_errors=True)
+    for name in ("report.html", "report.json"):
+        (folder / name).unlink(missing_ok=True)
+    replace_json(file, {"state": "running", "settings": settings})
+
+
+def time_steps(
+    tasks: Mapping[str, Classification], trainers: Mapping[str, Trainer], console: Console
+) -> dict[str, list[float]]:
+    """How long training steps take, in seconds.
+
+    The models take turns, so that whatever else the machine does slows all of them alike. They are fresh ones, and
+    every step has the same images.
+    """
+    runs = {}
+    for attention, task in tasks.items():
+        trainer = trainers[attention]
+        model = task.build_model().to(trainer.accelerator.device).train()
+        batch = send_to_device(next(trainer.data.batches(0, 0)), trainer.accelerator.device)
+        runs[attention] = task, model, make_optimizer(model, task.config.optimizer, trainer.total_batch), batch
+    seconds: dict[str, list[float]] = {attention: [] for attention in tasks}
+    for _ in track(range(WARM_UP_ROUNDS + TIMED_ROUNDS), "Timing steps", console=console):
+        for attention, (task, model, optimizer, batch) in runs.items():
+            started = time.perf_counter()
+            task.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            seconds[attention].append(time.perf_counter() - started)
+    return {attention: values[WARM_UP_ROUNDS:] for attention, values in seconds.items()}
+
+
+def examine(task: Classification, trainer: Trainer) -> tuple[Evaluation, NDArray[np.int64]]:
+    """How well a trained model does, and the class that it gives to each test image: (images,)."""
+    assert isinstance(task.evaluation_source, ArraySource)
+    predictions: list[Tensor] = []
+    model = trainer.bare_model.eval()
+    hook = model.register_forward_hook(lambda _module, _images, logits: predictions.append(logits.argmax(dim=1).cpu()))
+    evaluation = evaluate(
+        model,
+        task.evaluation_source,
+        task.spec,
+        task.config.data,
+        trainer.accelerator,
+        task.num_classes,
+        show_progress=True,
+    )
+    hook.remove()
+    return evaluation, torch.cat(predictions).numpy()

@@ -1,0 +1,161 @@
+"""What a section of a report is made of: text, tables, pictures."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image
+
+# Everything that is put into a template is escaped, whatever it comes from.
+TEMPLATES = Environment(
+    loader=PackageLoader(__package__, "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+class Block:
+    """A piece of content. A subclass is a dataclass with a template, which knows the object as `block`."""
+
+    template: ClassVar[str]
+
+    def html(self) -> Markup:
+        """The block as HTML."""
+        return Markup(TEMPLATES.from_string(self.template).render(block=self))
+
+
+@dataclass
+class Text(Block):
+    """A paragraph.
+
+    Attributes:
+        text: Plain text.
+        is_key: Whether it is what a hurried reader should see.
+    """
+
+    template = '<p{% if block.is_key %} class="key"{% endif %}>{{ block.text }}</p>'
+
+    text: str
+    is_key: bool = False
+
+
+@dataclass
+class Table(Block):
+    """A table whose first column names the rows.
+
+    Attributes:
+        headings: One for each column.
+        rows: Cells, as they are to be read.
+        caption: What the table shows.
+        is_prose: Whether the cells are words rather than numbers.
+    """
+
+    template = """
+<div class="scroll" role="region" aria-label="{{ block.caption }}" tabindex="0">
+<table{% if block.is_prose %} class="prose"{% endif %}>
+<caption>{{ block.caption }}</caption>
+<thead><tr>{% for heading in block.headings %}<th scope="col">{{ heading }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in block.rows %}
+<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody>
+</table>
+</div>
+"""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str
+    is_prose: bool = False
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.headings):
+                raise ValueError(f"a row has {len(row)} cells under {len(self.headings)} headings: {list(row)}")
+
+
+@dataclass
+class Picture(Block):
+    """A drawing.
+
+    Attributes:
+        figure: matplotlib's.
+        alt: What it shows, for those who cannot see it.
+        caption: The text below it.
+    """
+
+    template = """
+<figure><img class="drawing" src="{{ block.uri }}" alt="{{ block.alt }}">
+<figcaption>{{ block.caption }}</figcaption></figure>
+"""
+
+    figure: Figure
+    alt: str
+    caption: str
+
+    @property
+    def uri(self) -> str:
+        """The drawing itself, as a data URI."""
+        buffer = io.BytesIO()
+        # A fixed salt and no date: the same figure makes the same file.
+        with matplotlib.rc_context({"svg.hashsalt": "inlinevit"}):
+            self.figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+        return data_uri("image/svg+xml", buffer.getvalue())
+
+
+@dataclass
+class Tile:
+    """A small image.
+
+    Attributes:
+        image: The image.
+        alt: What it shows, for those who cannot see it.
+        lines: Short lines below it.
+    """
+
+    image: Image.Image
+    alt: str
+    lines: Sequence[str] = ()
+
+    @property
+    def uri(self) -> str:
+        """The image itself, as a data URI."""
+        buffer = io.BytesIO()
+        self.image.save(buffer, format="PNG")
+        return data_uri("image/png", buffer.getvalue())
+
+
+@dataclass
+class ImageGrid(Block):
+    """Small images side by side.
+
+    Attributes:
+        tiles: The images.
+        caption: The text above them.
+    """
+
+    template = """
+<figure class="grid"><figcaption>{{ block.caption }}</figcaption>
+<ul>
+{% for tile in block.tiles %}
+<li><img src="{{ tile.uri }}" alt="{{ tile.alt }}">{% for line in tile.lines %}<span>{{ line }}</span>{% endfor %}</li>
+{% endfor %}
+</ul></figure>
+"""
+
+    tiles: Sequence[Tile]
+    caption: str
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    """A file inside an address, so that a page needs no other file."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
