@@ -1,0 +1,282 @@
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inlinevit.training.data import (
+    EvaluationData,
+    Samples,
+    ShardedOrder,
+    ShuffledData,
+    StreamedData,
+    StreamOrder,
+    StreamReader,
+    TrainingData,
+)
+
+WORKERS = [0, 1, 2, 3]
+# torch's word on machines with fewer than three cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers:
+    """Sample i is i and three random numbers, one of each generator."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        number = self.numbers[index]
+        if number < 0:
+            raise ValueError(f"{number} is below zero: choose another")
+        return float(number), random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Parts:
+    """A stream of numbers in parts of different lengths, which notes what is opened."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.opened: list[int] = []
+
+    def read(self, part: int) -> Iterator[int]:
+        self.opened.append(part)
+        first = sum(self.lengths[:part])
+        # More than promised: only the length counts.
+        return iter([*range(first, first + self.lengths[part]), 10_000])
+
+    def samples(self, stored: list[int]) -> Samples:
+        return Numbers(stored)
+
+
+def collate(samples: list[tuple[float, ...]]) -> Tensor:
+    return torch.tensor(samples, dtype=torch.float64)
+
+
+def shuffled(length: int = 50, batch_size: int = 4, workers: int = 0, **options: int) -> ShuffledData:
+    order = ShardedOrder(length, batch_size, seed=5, **options)
+    return ShuffledData(Numbers(list(range(length))), order, workers=workers, collate=collate)
+
+
+def streamed(
+    lengths: list[int] | None = None, batch_size: int = 4, workers: int = 0, window: int = 12, **options: int
+) -> StreamedData:
+    stream = Parts([7, 13, 1, 20, 0, 9] if lengths is None else lengths)
+    order = StreamOrder(stream.lengths, batch_size, seed=5, workers=workers, window=window, **options)
+    return StreamedData(stream, order, workers=workers, collate=collate)
+
+
+def every(data: TrainingData, epoch: int = 0, start: int = 0) -> list[Tensor]:
+    return list(data.batches(epoch, start))
+
+
+def numbers(batches: list[Tensor]) -> list[int]:
+    return [int(number) for batch in batches for number in batch[:, 0]]
+
+
+@pytest.mark.parametrize("make", [shuffled, streamed])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_is_a_shuffled_pass_that_comes_back(make: type[TrainingData], workers: int) -> None:
+    data = make(workers=workers)
+    first, second = every(data, 0), every(data, 1)
+    assert len(data) == len(first) == len(second) == 12
+    for batches in (first, second):
+        assert all(batch.shape == (4, 4) for batch in batches)
+        drawn = numbers(batches)
+        assert len(set(drawn)) == len(drawn) == 48
+        assert drawn != sorted(drawn)
+        assert set(drawn) <= set(range(50))
+    assert numbers(first) != numbers(second)
+    # Random numbers of a sample are its own, in every epoch.
+    assert len({row[1].item() for batch in first + second for row in batch}) == 96
+    torch.testing.assert_close(every(make(workers=workers), 1), second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [shuffled, streamed])
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("start", [5, 12])
+def test_the_middle_of_an_epoch_is_bit_equal(make: type[TrainingData], workers: int, start: int) -> None:
+    whole = every(make(workers=workers), 3)
+    rest = every(make(workers=workers), 3, start)
+    assert len(rest) == 12 - start
+    torch.testing.assert_close(rest, whole[start:], rtol=0, atol=0)
+
+
+def test_workers_change_nothing_with_random_access() -> None:
+    torch.testing.assert_close(every(shuffled(workers=2)), every(shuffled(workers=0)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_total_batches_do_not_depend_on_the_number_of_processes(repeats: int) -> None:
+    alone = every(shuffled(batch_size=6, repeats=repeats))
+    shares = [every(shuffled(batch_size=3, process=p, processes=2, repeats=repeats)) for p in range(2)]
+    together = [torch.cat(batches) for batches in zip(*shares, strict=True)]
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [shuffled, streamed])
+def test_repeats_are_augmented_anew(make: type[TrainingData]) -> None:
+    data = make(repeats=3)
+    rows = torch.cat(every(data))
+    drawn = rows[:, 0].tolist()
+    assert len(data) == 12
+    assert max(drawn.count(number) for number in drawn) == 3
+    assert len(set(drawn)) <= 20
+    assert len(set(rows[:, 3].tolist())) == len(drawn)
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_streams_are_dealt_out_in_equal_shares(processes: int, workers: int) -> None:
+    # More processes and workers than parts, too: parts are cut.
+    options = {"batch_size": 2, "processes": processes, "workers": workers}
+    orders = [StreamOrder([7, 13, 30], seed=1, process=process, **options) for process in range(processes)]
+    shares = []
+    for order in orders:
+        reader = StreamReader(Parts([7, 13, 30]), order, collate)
+        shares.append(numbers([reader(request) for request in order.requests(2, 0)]))
+    assert {len(share) for share in shares} == {50 // (2 * processes) * 2}
+    drawn = list(chain.from_iterable(shares))
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_stream_shuffles_parts_and_windows() -> None:
+    orders = {tuple(StreamOrder([1] * 20, 2, seed=1).parts(epoch)) for epoch in range(3)}
+    assert len(orders) == 3
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    one_part = numbers(every(streamed([48], window=12)))
+    assert [sorted(one_part[i : i + 12]) for i in range(0, 48, 12)] == [
+        list(range(i, i + 12)) for i in range(0, 48, 12)
+    ]
+    assert one_part[:12] != list(range(12))
+
+
+def test_what_is_skipped_is_not_opened() -> None:
+    stream = Parts([12, 12, 12, 12])
+    order = StreamOrder(stream.lengths, 4, seed=3, window=8)
+    reader = StreamReader(stream, order, collate)
+    for request in order.requests(0, 8):
+        reader(request)
+    assert stream.opened == order.parts(0)[2:]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize(("workers", "length"), [(0, 1), (0, 2), (0, 9), (0, 24), (0, 25), (2, 25)])
+@pytest.mark.parametrize("kind", ["samples", "stream"])
+def test_evaluation_meets_every_sample_once(processes: int, workers: int, kind: str, length: int) -> None:
+    samples = Numbers(list(range(length))) if kind == "samples" else Parts([length // 3, length - length // 3])
+    met = []
+    for process in range(processes):
+        options = {"process": process, "processes": processes}
+        data = EvaluationData(samples, 4, workers=workers, collate=collate, **options)
+        batches = list(data)
+        assert len(batches) == len(data)
+        assert numbers(list(data)) == numbers(batches)
+        met += numbers(batches)
+    assert sorted(met) == list(range(length))
+
+
+def test_reading_leaves_the_generators_alone() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = torch.rand(()), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    every(shuffled())
+    assert (torch.rand(()), random.random()) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [shuffled, streamed])
+def test_batches_may_be_asked_for_again_at_any_time(make: type[TrainingData], workers: int) -> None:
+    data = make(workers=workers)
+    expected = every(make(workers=workers), 4, 2)
+    former = data.batches(0, 0)
+    next(former)
+    unused = data.batches(2, 0)
+    torch.testing.assert_close(list(data.batches(4, 2)), expected, rtol=0, atol=0)
+    assert list(former) == list(unused) == []
+    latter = data.batches(4, 2)
+    torch.testing.assert_close(next(latter), expected[0], rtol=0, atol=0)
+
+
+def children() -> set[int]:
+    return {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+
+
+@pytest.mark.parametrize("make", [shuffled, streamed])
+def test_no_worker_outlives_its_data(make: type[TrainingData]) -> None:
+    before = children()
+    data = make(workers=2)
+    every(data, 0)
+    workers = children() - before
+    assert len(workers) == 2
+    every(data, 1)
+    assert children() - before == workers, "workers should stay from epoch to epoch"
+    batches = data.batches(2, 0)
+    next(batches)
+    del data, batches
+    gc.collect()
+    assert children() == before
+
+
+def test_no_worker_outlives_an_evaluation() -> None:
+    before = children()
+    data = EvaluationData(Numbers(list(range(20))), 4, workers=2, collate=collate)
+    batches = iter(data)
+    next(batches)
+    assert len(children() - before) == 2
+    list(batches)
+    del batches
+    gc.collect()
+    assert children() == before
+
+
+def test_workers_leave_signals_to_the_main_process() -> None:
+    before = children()
+    data = shuffled(workers=2)
+    batches = data.batches(0, 0)
+    # One batch from each, so that both have begun.
+    first = [next(batches), next(batches)]
+    for worker in children() - before:
+        os.kill(worker, signal.SIGINT)
+        os.kill(worker, signal.SIGTERM)
+    time.sleep(0.1)
+    torch.testing.assert_close([*first, *batches], every(shuffled()), rtol=0, atol=0)
+
+
+def test_a_run_that_fails_does_not_wait_for_its_workers() -> None:
+    script = """
+from inlinevit.training.data import EvaluationData
+batches = iter(EvaluationData([1] * 100, 1, workers=2, collate=sum))
+next(batches)
+raise KeyError("all of this is still alive")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("KeyError: 'all of this is still alive'")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mistake_found_by_a_worker_is_told_in_its_own_words(workers: int) -> None:
+    data = EvaluationData(Numbers([1, 2, -3]), 1, workers=workers, collate=collate)
+    batches = iter(data)
+    next(batches)
+    next(batches)
+    with pytest.raises(ValueError, match=r"^-3 is below zero: choose another$"):
+        next(batches)

@@ -1,0 +1,118 @@
+"""Several processes do what one does with the same total batch."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import ENVIRONMENT, TOY, Server, assert_same_run, final_tensors, metric_lines
+from toy import free_port, settings
+
+# Nothing that depends on how samples are spread over processes: no dropout, no statistics of a batch.
+EVEN = {"toy__dropout": 0.0, "toy__batch_norm": False}
+
+
+def assert_alike(output: Path, reference: Path) -> None:
+    """Two runs tell the same but for rounding."""
+    ours, theirs = metric_lines(output), metric_lines(reference)
+    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        assert our == pytest.approx(their, rel=1e-6)
+    tensors, others = final_tensors(output), final_tensors(reference)
+    assert tensors.keys() == others.keys()
+    for name in tensors:
+        torch.testing.assert_close(tensors[name], others[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_and_one(server: Server, tmp_path: Path, accumulate: int) -> None:
+    server.run(settings(tmp_path / "one", run__accumulate=accumulate, toy__batch_size=4, **EVEN))
+    server.run(settings(tmp_path / "two", run__accumulate=accumulate, toy__batch_size=2, **EVEN), processes=2)
+    # The 7 samples of the evaluation are counted once each.
+    assert {line["eval_samples"] for line in metric_lines(tmp_path / "two") if "eval_samples" in line} == {7}
+    assert_alike(tmp_path / "two", tmp_path / "one")
+
+
+def test_two_processes_and_one_with_inline_attention(server: Server, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"toy__model": "inline_deit_tiny", "optimizer__lr": 1e-3, "run__log_every": 1}
+    server.run(settings(tmp_path / "one", toy__batch_size=4, **changes))
+    server.run(settings(tmp_path / "two", toy__batch_size=2, **changes), processes=2)
+    assert_alike(tmp_path / "two", tmp_path / "one")
+
+
+def test_gradients_are_shared_between_processes(server: Server, tmp_path: Path) -> None:
+    """Without it, the test above could not be red: one process's half of a batch gives other weights."""
+    server.run(settings(tmp_path / "one", toy__batch_size=4, **EVEN))
+    server.run(settings(tmp_path / "half", toy__batch_size=2, schedule__epochs=2, **EVEN))
+    with pytest.raises(AssertionError):
+        assert_alike(tmp_path / "half", tmp_path / "one")
+
+
+def test_one_process_is_asked_to_stop_and_all_do(server: Server, tmp_path: Path) -> None:
+    server.run(settings(tmp_path / "reference", toy__batch_size=2), processes=2)
+    output = tmp_path / "run"
+    forked = server.start(settings(output, toy__batch_size=2, toy__pause=0.01), processes=2)
+    while not list((output / "checkpoints").glob("step-*")):
+        time.sleep(0.01)
+    forked.kill(signal.SIGTERM, process=1)
+    forked.wait()
+    assert forked.codes == [128 + signal.SIGTERM] * 2, forked.printed
+    server.run(settings(output, toy__batch_size=2), processes=2)
+    assert_same_run(output, tmp_path / "reference")
+
+
+def test_resumed_with_another_number_of_processes(server: Server, tmp_path: Path) -> None:
+    changes = {"schedule__epochs": 1, "toy__batch_size": 2}
+    server.run(settings(tmp_path / "run", **changes), processes=2)
+    forked = server.start(settings(tmp_path / "run", **changes))
+    assert forked.wait() == 1
+    assert "has total_batch 8 and this run 4: use as many processes" in forked.printed
+    assert "Traceback" not in forked.printed
+
+
+def launch(launcher: list[str], plain: dict[str, Any], folder: Path) -> "subprocess.Popen[str]":
+    """The toy job under a launcher."""
+    file = folder / "settings.json"
+    file.write_text(json.dumps(plain))
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, str(TOY), str(file)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_torchrun_is_stopped_and_goes_on(server: Server, tmp_path: Path) -> None:
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    server.run(settings(tmp_path / "reference", toy__batch_size=2), processes=2)
+    output = tmp_path / "run"
+    process = launch(torchrun, settings(output, toy__batch_size=2, toy__pause=0.02), tmp_path)
+    deadline = time.monotonic() + 120
+    while not list((output / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "stopped after step" in printed
+    steps = max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
+    assert 5 <= steps < 24
+    server.run(settings(output, toy__batch_size=2), processes=2)
+    assert_same_run(output, tmp_path / "reference")
+
+
+@pytest.mark.slow
+def test_accelerate_launch(server: Server, tmp_path: Path) -> None:
+    # Without a GPU, accelerate starts several processes under this name only; they use what they find.
+    accelerate = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    accelerate += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    server.run(settings(tmp_path / "reference", toy__batch_size=2), processes=2)
+    process = launch(accelerate, settings(tmp_path / "run", toy__batch_size=2), tmp_path)
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, printed
+    assert_same_run(tmp_path / "run", tmp_path / "reference")
