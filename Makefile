@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint format timm-suite clean
+.PHONY: help install demo test test-slow lint format timm-suite clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -16,6 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
+
+demo: install  ## train softmax, linear and InLine attention side by side, minutes on a CPU; writes runs/demo/report.html
+	$(BIN)/inlinevit demo $(ARGS)
 
 # One torch thread a worker: the workers are the parallelism.
 test: install  ## run the fast tests (ARGS="-k swin" goes to pytest)
@@ -36,6 +39,6 @@ format: install  ## fix and format in place
 timm-suite: install  ## run timm's own model tests on our models (fetches timm's source archive once)
 	$(BIN)/python tools/timm_suite.py $(ARGS)
 
-clean:  ## remove caches and build output, keep .venv
+clean:  ## remove caches and build output, keep .venv and runs
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

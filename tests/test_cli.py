@@ -1,5 +1,6 @@
 """The command line."""
 
+import errno
 import json
 import sys
 
@@ -31,8 +32,143 @@ def test_models_as_json(capsys):
     }
 
 
-def test_a_filter_without_matches_says_what_to_do():
-    with pytest.raises(SystemExit, match=r"no model matches 'resnet\*'.*inlinevit models"):
+def refused(capsys, *arguments):
+    """The exit code and the one line that a command ends with."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = [line for line in output.err.splitlines() if not line.startswith("warning:")]
+    return ended.value.code, line
+
+
+def test_a_filter_without_matches_says_what_to_do(capsys):
+    code, line = refused(capsys, "models", "--filter", "resnet*")
+    assert code == 1
+    assert "no model matches 'resnet*'" in line
+    assert "inlinevit models" in line
+
+
+def test_without_a_command_all_commands_are_listed(capsys):
+    cli.main([])
+    output = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert name in output
+        assert command.help.split()[0] in output
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert "usage: inlinevit" in capsys.readouterr().out
+
+
+def test_the_comments_under_fields_are_the_help_of_options(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert "Largest norm of the gradients." in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        (["--data.batch_sise", "3"], "data.batch_size"),
+        (["--dat.batch_size", "3"], "data.batch_size"),
+        (["--optimizer.weight-decay", "3"], "optimizer.weight_decay"),
+        (["--run.precision", "bf61"], "bf16"),
+        (["--run.precison", "bf16"], "run.precision"),
+    ],
+)
+def test_a_wrong_option_or_value_is_refused_with_the_nearest_right_one(arguments, right, capsys):
+    code, line = refused(capsys, "train", *arguments)
+    assert code == 2
+    assert line.endswith(f"did you mean {right}?")
+
+
+@pytest.mark.parametrize(
+    ("content", "right"),
+    [
+        ("data:\n  batch_sise: 3\n", "data.batch_size"),
+        ("optimiser:\n  lr: 3\n", "optimizer.lr"),
+        ("run:\n  precision: bf61\n", "bf16"),
+    ],
+)
+def test_a_wrong_key_of_a_recipe_is_refused_with_the_nearest_right_one(content, right, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(content)
+    code, line = refused(capsys, "train", "--config", recipe)
+    assert code == 2
+    assert line.endswith(f"did you mean {right}?")
+
+
+def test_a_missing_recipe_is_refused_with_the_nearest_file(tmp_path, capsys):
+    (tmp_path / "inline_swin_tiny.yaml").write_text("")
+    code, line = refused(capsys, "train", "--config", tmp_path / "inline_swin_tin.yaml")
+    assert code == 2
+    assert line.endswith(f"did you mean {tmp_path / 'inline_swin_tiny.yaml'}?")
+    code, line = refused(capsys, "train", "--config", tmp_path / "nowhere" / "a.yaml")
+    assert "recipes/" in line
+
+
+def test_a_recipe_that_is_no_yaml_is_refused(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("run: [")
+    assert refused(capsys, "train", "--config", tmp_path / "a.yaml")[0] == 2
+
+
+def test_a_wrong_command_is_refused_with_the_nearest_right_one(capsys):
+    assert refused(capsys, "tran")[1].endswith("did you mean train?")
+
+
+def test_values_that_make_no_sense_are_refused(capsys):
+    assert refused(capsys, "train", "--data.batch_size", -3) == (
+        1,
+        "error: data.batch_size is -3: it should be at least 1",
+    )
+
+
+def test_options_override_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data:\n  batch_size: 32\n  workers: 3\nmodel:\n  options: {attention: inline, depth: 3}\n")
+    config = cli.parse_config(
+        ["--config", str(recipe), "--data.batch_size", "64", "--model.options.attention", "softmax"]
+    )
+    assert (config.data.batch_size, config.data.workers) == (64, 3)
+    assert config.model.options == {"attention": "softmax", "depth": 3}
+
+
+def test_print_config_prints_a_recipe(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--run.seed", "7", "--print_config"])
+    assert not ended.value.code
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(capsys.readouterr().out)
+    assert cli.parse_config(["--config", str(recipe)]) == cli.parse_config(["--run.seed", "7"])
+
+
+def test_a_full_disk_is_told_with_what_to_do(monkeypatch, capsys):
+    def run(settings):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(cli.COMMANDS, "models", cli.COMMANDS["models"]._replace(run=run))
+    code, line = refused(capsys, "models")
+    assert code == 1
+    assert "free some and run the same command again" in line
+
+
+def test_a_bug_is_no_mistake_of_the_user(monkeypatch):
+    def run(settings):
+        raise KeyError("a bug")
+
+    monkeypatch.setitem(cli.COMMANDS, "models", cli.COMMANDS["models"]._replace(run=run))
+    with pytest.raises(KeyError):
+        cli.main(["models"])
+
+
+def test_a_traceback_is_shown_on_demand(monkeypatch):
+    monkeypatch.setenv("INLINEVIT_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="no model matches"):
         cli.main(["models", "--filter", "resnet*"])
 
 

@@ -1,16 +1,36 @@
 """What the README shows runs, and its table is the catalog's."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from inlinevit import cli
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def shell_lines(document):
+    """The commands of a document's shell blocks, without their comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", document, re.DOTALL)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line.strip()]
+
+
+COMMANDS = [words for document in DOCUMENTS for words in shell_lines(document)]
+# The same commands in a few seconds: less to train on, smaller models.
+SMALLER = {
+    "recipes/embedded.yaml": "--schedule.steps 2 --schedule.warmup 0 --data.train_images 100 --data.workers 0",
+    "recipes/inline_swin_tiny.yaml": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 "
+    "--model.img_size 64",
+}
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
@@ -22,3 +42,49 @@ def test_the_table_of_models_is_what_the_command_prints(capsys):
     cli.main(["models", "--markdown"])
     (table,) = re.findall(r"<!-- models -->\n(.*?)<!-- /models -->", README, re.DOTALL)
     assert table == capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with what the README's commands speak of."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    generator = np.random.default_rng(0)
+    names = [f"path/to/imagenet/{part}/{kind}/{i}.jpg" for part in ("train", "val") for kind in "ab" for i in range(2)]
+    for name in [*names, "photo.jpg", "photos/1.jpg", "photos/2.jpg"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)
+    return folder
+
+
+def shortened(words):
+    """A command of the README that takes seconds."""
+    recipes = [SMALLER[word] for word in words if word in SMALLER]
+    return [*words[1:], *(recipes[0].split() if recipes else [])]
+
+
+def test_the_commands_to_train_evaluate_and_predict_run(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    commands = [words for words in shell_lines(README) if words[0] == "inlinevit"]
+    assert {words[1] for words in commands} >= {"train", "eval", "predict"}
+    for words in map(shortened, commands):
+        cli.main(words)
+    output = capsys.readouterr().out
+    assert "done: top1" in output
+    assert "photo.jpg" in output
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_line_of_the_documents_is_understood(words, monkeypatch):
+    """Launchers, loops and commands that need data or hours: their arguments are parsed, and nothing is run."""
+    monkeypatch.chdir(ROOT)
+    if words[0] == "make":
+        return  # tests/test_packaging.py
+    if "inlinevit" not in words:
+        assert words[0] in ("for", "do", "done", "python", "done;"), words
+        return
+    name, *arguments = words[words.index("inlinevit") + 1 :]
+    parser = cli.COMMANDS[name].make_parser()
+    if "--print_config" in arguments:
+        arguments.remove("--print_config")
+    parser.parse_args([argument.removesuffix(";") for argument in arguments if argument != "done"])

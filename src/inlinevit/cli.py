@@ -1,50 +1,172 @@
 """The command line: `inlinevit COMMAND`."""
 
+import errno
 import fnmatch
 import json
+import os
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import warnings
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from . import __version__
-from .models.catalog import CATALOG, HEADINGS, cells
 
 try:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
     from rich.console import Console
     from rich.table import Table
 except ImportError as error:
     raise SystemExit(f"{error}: the command line needs pip install 'inlinevit[cli]'") from error
 
+if TYPE_CHECKING:
+    from .classification.config import ClassificationConfig
+
+# The comments under the fields of configuration classes are the help of the options.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+TRACEBACK = "INLINEVIT_TRACEBACK"
+
+
+class Command(NamedTuple):
+    """What `inlinevit NAME` does. Rooms are imported when their command is called: some take seconds.
+
+    Attributes:
+        help: In a few words.
+        make_parser: Its arguments.
+        run: From its parsed arguments to an exit code (None = 0).
+    """
+
+    help: str
+    make_parser: Callable[[], ArgumentParser]
+    run: Callable[[Namespace], int | None]
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; this is what `inlinevit` on the command line calls."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = ArgumentParser(
-        prog="inlinevit", description="Vision transformers with InLine attention.", version=__version__
+        prog="inlinevit",
+        description="Vision transformers with InLine attention.",
+        epilog=f"Set {TRACEBACK}=1 to see where an error comes from.",
+        version=__version__,
+        exit_on_error=False,
     )
-    commands = parser.add_subcommands(required=True)
-    commands.add_subcommand("models", models_parser(), help="list all models with their size, cost and accuracy")
-    settings = parser.parse_args(arguments).models
-    show_models(settings.filter, settings.format)
+    subcommands = parser.add_subcommands(required=True, dest="command")
+    parsers = {name: command.make_parser() if name in words[:1] else new_parser() for name, command in COMMANDS.items()}
+    for name, command in COMMANDS.items():
+        subcommands.add_subcommand(name, parsers[name], help=command.help)
+    if not words:
+        parser.print_help()
+        return
+    warnings.showwarning = show_warning
+    try:
+        settings = parser.instantiate(parser.parse_args(words))
+        code = COMMANDS[settings.command].run(settings[settings.command])
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        sys.exit(complain(error, options_of(parsers.get(words[0]))))
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    if code:
+        sys.exit(code)
+
+
+def new_parser(description: str = "") -> ArgumentParser:
+    """A parser that leaves it to `main` to say what is wrong."""
+    return ArgumentParser(description=description, exit_on_error=False)
+
+
+def options_of(parser: ArgumentParser | None) -> list[str]:
+    """The names of a command's options: data.path, …."""
+    actions = parser._actions if parser is not None else []
+    return [option.lstrip("-") for action in actions for option in action.option_strings]
+
+
+def complain(error: Exception, options: list[str]) -> int:
+    """Say what is wrong in a sentence and return the exit code; what is no mistake of the user's goes on.
+
+    Args:
+        error: What has happened.
+        options: Options that the user could have meant.
+    """
+    message = " ".join(str(error).split())
+    if isinstance(error, ArgumentError):
+        return say(f"error: {message}{hint(message, options)}", 2)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return say(f"error: no space left on the disk ({message}): free some and run the same command again", 1)
+    if isinstance(error, ValueError | OSError):
+        return say(f"error: {message}", 1)
+    # Imported by those commands that train, and only they can end so.
+    loop: Any = sys.modules.get("inlinevit.training.loop")
+    if loop is not None and isinstance(error, loop.Stopped):
+        return say(message, 128 + error.signal_number)
+    if loop is not None and isinstance(error, loop.RunEnded):
+        return say(f"error: {message}", 1)
+    raise error
+
+
+def say(message: str, code: int) -> int:
+    """Print a message to stderr, with the number of the process where there are several; returns the code."""
+    rank = os.environ.get("RANK", "0")
+    print(message if rank == "0" else f"process {rank}: {message}", file=sys.stderr)
+    return code
+
+
+def hint(message: str, options: list[str]) -> str:
+    """What the user could have meant, for a message of the parser's."""
+    from .training.config import did_you_mean
+
+    if missing := re.search(r"File does not exist: '(.*?)'", message):
+        folder = Path(missing[1]).parent
+        near = did_you_mean(missing[1], [str(path) for path in folder.glob("*.yaml")])
+        return f": {near or 'the recipes are in the folder recipes/ of the repository'}"
+    if wrong := re.search(r"(?:option '|arguments: --)([\w.]+)", message):
+        near = did_you_mean(wrong[1], options)
+    elif wrong := re.search(r"invalid choice: '(.*?)'", message):
+        near = did_you_mean(wrong[1], COMMANDS)
+    elif wrong := re.search(r"Literal\[(.*)\]\. Got value: (\S+)", message):
+        near = did_you_mean(wrong[2], re.findall(r"'(.*?)'", wrong[1]))
+    else:
+        near = ""
+    return f": {near or 'see --help'}"
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as one line."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def models_parser() -> ArgumentParser:
     """The arguments of `inlinevit models`."""
-    parser = ArgumentParser(description="List all models with their size, cost and accuracy.")
+    parser = new_parser("List all models with their size, cost and accuracy.")
     parser.add_argument("--filter", default="*", help="show the models whose name matches, such as '*swin*'")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="print JSON")
     parser.add_argument("--markdown", dest="format", action="store_const", const="markdown", help="print Markdown")
     return parser
 
 
-def show_models(pattern: str, output: str | None) -> None:
+def show_models(settings: Namespace) -> None:
     """Print the models whose name matches, as a table, as "json" or as "markdown"."""
-    names = [name for name in CATALOG if fnmatch.fnmatch(name, pattern)]
+    from .models.catalog import CATALOG, HEADINGS, cells
+
+    names = [name for name in CATALOG if fnmatch.fnmatch(name, settings.filter)]
     if not names:
-        sys.exit(f"no model matches {pattern!r}: `inlinevit models` lists all of them")
-    if output == "json":
+        raise ValueError(f"no model matches {settings.filter!r}: `inlinevit models` lists all of them")
+    if settings.format == "json":
         print(json.dumps([{"name": name, **asdict(CATALOG[name])} for name in names], indent=2))
-    elif output == "markdown":
+    elif settings.format == "markdown":
         rows = [HEADINGS, ["---"] * len(HEADINGS), *map(cells, names)]
         print("\n".join(f"| {' | '.join(row)} |" for row in rows))
     else:
@@ -54,3 +176,134 @@ def show_models(pattern: str, output: str | None) -> None:
         for name in names:
             table.add_row(*cells(name))
         Console().print(table)
+
+
+def train_parser() -> ArgumentParser:
+    """The arguments of `inlinevit train`: a recipe, and the fields of ClassificationConfig."""
+    from .classification.config import ClassificationConfig
+
+    parser = new_parser("Train a classifier. Options override the recipe.")
+    parser.add_argument("--config", action="config", help="a recipe, such as recipes/inline_swin_tiny.yaml")
+    parser.add_class_arguments(ClassificationConfig)
+    return parser
+
+
+def parse_config(arguments: Sequence[str]) -> "ClassificationConfig":
+    """The configuration that `inlinevit train` would use."""
+    parser = train_parser()
+    return to_config(parser.instantiate(parser.parse_args(list(arguments))))
+
+
+def to_config(settings: Namespace) -> "ClassificationConfig":
+    """What was parsed, as one object."""
+    from .classification.config import ClassificationConfig
+
+    return ClassificationConfig(**{field.name: settings[field.name] for field in fields(ClassificationConfig)})
+
+
+def train(settings: Namespace) -> None:
+    """Train a classifier."""
+    from .classification.task import Classification
+    from .training.loop import Trainer
+
+    config = to_config(settings)
+    trainer = Trainer(Classification(config), config)
+    metrics = trainer.run()
+    if trainer.accelerator.is_main_process:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(f"done: {numbers}; weights and results are in {config.run.output}")
+    trainer.accelerator.end_training()
+
+
+def eval_parser() -> ArgumentParser:
+    """The arguments of `inlinevit eval`: those of evaluate_command."""
+    from .classification.evaluate import evaluate_command
+
+    parser = new_parser("Evaluate a classifier.")
+    parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
+    parser.add_function_arguments(evaluate_command, skip={"model"})
+    return parser
+
+
+def evaluate(settings: Namespace) -> None:
+    """Evaluate a classifier."""
+    from .classification.evaluate import evaluate_command
+
+    evaluate_command(**vars(settings))
+
+
+def predict_parser() -> ArgumentParser:
+    """The arguments of `inlinevit predict`: those of predict_command."""
+    from .classification.predict import predict_command
+
+    parser = new_parser("Tell the classes of images.")
+    parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
+    parser.add_argument("images", nargs="+", type=str, help="images, folders of images, or patterns such as '*.jpg'")
+    parser.add_function_arguments(predict_command, skip={"model", "images"})
+    return parser
+
+
+def predict(settings: Namespace) -> int:
+    """Tell the classes of images."""
+    from .classification.predict import predict_command
+
+    return predict_command(**vars(settings))
+
+
+def demo_parser() -> ArgumentParser:
+    """The arguments of `inlinevit demo`: those of its function."""
+    from .demo import demo
+
+    parser = new_parser("Train softmax, linear and InLine attention side by side, and write a report.")
+    parser.add_function_arguments(demo)
+    return parser
+
+
+def run_demo(settings: Namespace) -> None:
+    """Run the demo."""
+    from .demo import demo
+
+    demo(**vars(settings))
+
+
+def bench_parser() -> ArgumentParser:
+    """The arguments of `inlinevit bench`: what to measure, and how."""
+    from .classification.config import ClassificationConfig
+
+    parser = new_parser("Measure speed, side by side in one process.")
+    parser.add_argument(
+        "what",
+        choices=["loop"],
+        help="loop: what the training loop and data loading cost, with the model and the data of a recipe",
+    )
+    parser.add_argument("--config", action="config", help="a recipe, such as recipes/embedded.yaml")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each kind, taken in turns")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_class_arguments(ClassificationConfig)
+    return parser
+
+
+def bench(settings: Namespace) -> None:
+    """Measure speed."""
+    from .benchmark.loop import measure_loop
+
+    numbers = measure_loop(to_config(settings), settings.steps).summary()
+    if settings.json:
+        print(json.dumps(numbers, indent=2))
+        return
+    table = Table("a step", "ms, quartiles", title=f"{numbers['threads']} threads")
+    for name in ("training", "data_only", "loop_on_tensors", "bare_on_tensors"):
+        table.add_row(name, "  ".join(f"{1000 * seconds:.1f}" for seconds in numbers[name]))
+    Console().print(table)
+    print(f"without a model, the loop is {numbers['times_faster_without_model']:.1f} times as fast")
+    print(f"on tensors, the loop takes {numbers['overhead_percent']:.1f} % longer than a bare step")
+
+
+COMMANDS = {
+    "demo": Command("see in minutes what InLine attention is worth", demo_parser, run_demo),
+    "models": Command("list all models with their size, cost and accuracy", models_parser, show_models),
+    "train": Command("train a classifier", train_parser, train),
+    "eval": Command("evaluate a classifier", eval_parser, evaluate),
+    "predict": Command("tell the classes of images", predict_parser, predict),
+    "bench": Command("measure speed", bench_parser, bench),
+}

@@ -1,0 +1,1 @@
+"""Speed, memory and cost, measured side by side."""
