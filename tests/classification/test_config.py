@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inlinevit.classification.classifier import load_config
 from inlinevit.classification.config import (
     AugmentConfig,
     ClassificationConfig,
@@ -16,7 +17,6 @@ from inlinevit.classification.config import (
     DistillationConfig,
     ModelConfig,
 )
-from inlinevit.classification.model import load_config
 from inlinevit.cli import parse_config
 from inlinevit.training.config import (
     FREE_TO_CHANGE,

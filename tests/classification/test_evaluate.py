@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 
+from inlinevit.classification.classifier import Classifier, imagenet_classes
 from inlinevit.classification.config import DataConfig
 from inlinevit.classification.evaluate import Evaluation, evaluate, evaluate_command, match_classes
 from inlinevit.classification.inputs import InputSpec
-from inlinevit.classification.model import Classifier, imagenet_classes
 
 SPEC = InputSpec(size=4, mean=(0.0,), std=(1.0,), interpolation="bilinear", crop_pct=1.0, crop_mode="center")
 

@@ -12,18 +12,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from inlinevit.classification.classifier import imagenet_classes, in_words, load_config, open_classifier, run_weights
 from inlinevit.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
-from inlinevit.classification.model import (
-    build_model,
-    check_model_name,
-    from_dict,
-    imagenet_classes,
-    in_words,
-    load_config,
-    open_classifier,
-    run_weights,
-)
+from inlinevit.classification.model import build_model, check_model_name
 from inlinevit.training.checkpoints import CheckpointFolder, Progress
+from inlinevit.training.config import from_plain
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -231,7 +224,7 @@ def test_configurations_come_back(tmp_path: Path) -> None:
     config.optimizer.betas = (0.5, 0.6)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     assert load_config(tmp_path / "config.yaml") == config
-    assert from_dict(AugmentConfig, {"scale": [0.1, 0.2]}).scale == (0.1, 0.2)
+    assert from_plain(AugmentConfig, {"scale": [0.1, 0.2]}).scale == (0.1, 0.2)
     for content in ("- 1", "", "model: 3", "model: {img_size: -1}", "a: [", "model: {name: 'x'}\n\tb"):
         (tmp_path / "config.yaml").write_text(content)
         with pytest.raises(ValueError, match="no configuration of a classification run"):

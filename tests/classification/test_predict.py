@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from inlinevit.classification.classifier import Classifier
 from inlinevit.classification.inputs import InputSpec
-from inlinevit.classification.model import Classifier
 from inlinevit.classification.predict import Prediction, find_images, image_endings, predict, predict_command
 
 SPEC = InputSpec(size=8, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="nearest", crop_pct=1.0, crop_mode="center")

@@ -21,10 +21,10 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassConfusionMatrix
 
 from ..training.state import is_sharded
+from .classifier import Classifier, open_classifier, run_config
 from .config import DataConfig
 from .data import ProblemCounter, evaluation_batches
 from .inputs import InputSpec, evaluation_transform
-from .model import Classifier, open_classifier, run_config
 from .shards import ShardSource
 from .sources import ImageSource, open_part
 

@@ -75,7 +75,11 @@ def upright(image: Image.Image, mode: str) -> Image.Image:
             f"it has {image.width} × {image.height} pixels, which show nothing: at least {SMALLEST_SIDE} are needed on "
             f"the shorter side, and at most {LONGEST_TO_SHORTEST} times as many on the longer one"
         )
-    return ImageOps.exif_transpose(image).convert(mode)
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I;16"):
+        # Pillow would make all but the darkest of 16-bit pixels white.
+        turned = turned.convert("I").point(lambda value: value / 256).convert("L")
+    return turned.convert(mode)
 
 
 class Normalized:

@@ -13,16 +13,16 @@ from typing import Literal, TextIO
 
 import torch
 from accelerate import PartialState
-from PIL import Image, ImageOps
+from PIL import Image
 from PIL.ImageFile import StubImageFile
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch.utils.data import DataLoader
 
+from .classifier import Classifier, open_classifier
 from .data import LabelledImages, Sample
 from .inputs import evaluation_transform
-from .model import Classifier, open_classifier
 
 # Width of a table that is not shown on a terminal.
 FILE_WIDTH = 120
@@ -79,20 +79,12 @@ class FileSource:
         path, problem = self.files[index]
         if problem:
             raise ValueError(problem)
-        return _in_eight_bits(Image.open(path)), 0
+        return Image.open(path), 0
 
     def name(self, index: int) -> str:
         """See ImageSource.name."""
         # Bytes that are no text must not stop the output.
         return os.fsencode(self.files[index][0]).decode(errors="backslashreplace")
-
-
-def _in_eight_bits(image: Image.Image) -> Image.Image:
-    """An image without its lower 8 bits, if it has 16: Pillow would make all but the darkest pixels white."""
-    if not image.mode.startswith("I;16"):
-        return image
-    # Upright first: what tells how to turn a TIFF does not survive conversion.
-    return ImageOps.exif_transpose(image).convert("I").point(lambda value: value / 256).convert("L")
 
 
 def find_images(arguments: Iterable[str]) -> dict[str, str]:

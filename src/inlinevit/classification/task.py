@@ -8,12 +8,13 @@ from accelerate import Accelerator
 from timm.data import Mixup
 from torch import Tensor, nn
 
+from ..training.config import require
 from ..training.data import TrainingData
 from .config import AugmentConfig, ClassificationConfig, DistillationConfig, ModelConfig
 from .data import ProblemCounter, training_batches
 from .evaluate import evaluate
 from .inputs import input_spec, training_transform
-from .model import build_model
+from .model import build_model, check_model_name, classes_of_model
 from .sources import open_source
 
 
@@ -32,6 +33,7 @@ class Teacher(nn.Module):
     def __init__(self, config: DistillationConfig, student: ModelConfig, num_classes: int) -> None:
         super().__init__()
         assert config.teacher is not None
+        check_model_name(config.teacher)
         self.config = config
         taught = ModelConfig(
             name=config.teacher,
@@ -40,6 +42,12 @@ class Teacher(nn.Module):
             drop_path=0.0,
             pretrained=config.checkpoint is None,
             checkpoint=config.checkpoint,
+        )
+        known = classes_of_model(taught)
+        require(
+            known == num_classes,
+            f"the teacher {config.teacher} tells {known} classes apart, but the data have {num_classes}: name the file "
+            "of one that was trained on them with --distillation.checkpoint",
         )
         self.model = build_model(taught, num_classes).eval().requires_grad_(False)
         # The student's images are normalised its way; the teacher may be used to another.
@@ -75,6 +83,7 @@ class Classification:
 
     def __init__(self, config: ClassificationConfig) -> None:
         self.config = config
+        check_model_name(config.model.name)
         self.spec = input_spec(config.model)
         self.training_source = open_source(config.data, training=True)
         self.classes = self.training_source.classes

@@ -1,10 +1,14 @@
 """What a training run can be told, whatever its task. The command line and the recipes are these classes."""
 
+import types
+import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+AnyConfig = TypeVar("AnyConfig")
 
 
 def require(condition: bool, remedy: str) -> None:
@@ -109,8 +113,8 @@ class RunConfig:
     """Steps between checkpoints."""
     keep: int = 2
     """How many of the last checkpoints to keep, beside the best."""
-    evaluate_every: int = 1
-    """Epochs (or steps, if the schedule counts steps) between evaluations."""
+    evaluate_every: int | None = None
+    """Epochs (or steps, if the schedule counts steps) between evaluations; null = after each epoch."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Half precision for what can bear it."""
     accumulate: int = 1
@@ -135,10 +139,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"run.seed is {self.seed}: it should not be negative")
-        for name in ("keep", "evaluate_every", "accumulate", "log_every"):
+        for name in ("keep", "evaluate_every", "accumulate", "log_every", "checkpoint_steps"):
             value = vars(self)[name]
-            require(value > 0, f"run.{name} is {value}: it should be at least 1")
-        require(self.checkpoint_steps is None or self.checkpoint_steps > 0, "run.checkpoint_steps should be at least 1")
+            require(value is None or value > 0, f"run.{name} is {value}: it should be at least 1")
         require(self.ema_decay is None or 0 <= self.ema_decay < 1, "run.ema_decay should be from 0 to below 1")
         require(
             self.ema_decay is None or not self.fsdp,
@@ -180,6 +183,30 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def from_plain(kind: type[AnyConfig], values: Any) -> AnyConfig:
+    """A dataclass out of plain dictionaries and lists, as they come out of a file.
+
+    Args:
+        kind: The dataclass; its fields may be dataclasses themselves, and tuples.
+        values: Its fields by name; those that are missing keep their defaults.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"expected the fields of {kind.__name__}, but found {values!r:.100}")
+    hints = typing.get_type_hints(kind)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {', '.join(map(str, unknown))}")
+    return kind(**{name: _convert(hints[name], value) for name, value in values.items()})
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    if is_dataclass(hint) and isinstance(hint, type):
+        return from_plain(hint, value)
+    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    is_tuple = any(typing.get_origin(alternative) is tuple for alternative in alternatives)
+    return tuple(value) if is_tuple and isinstance(value, list) else value
 
 
 def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Trainer:
                 self.progress.step = step + 1
                 loss, stop, save = self.agree(loss, self.stop_signal is not None, self.checkpoint_is_due())
                 log.step(step + 1, loss, self.learning_rate, time.monotonic() - started)
-                evaluated = self.is_due(self.config.run.evaluate_every)
+                evaluated = self.evaluation_is_due()
                 if evaluated:
                     self.evaluate()
                     log.evaluation(step + 1, self.progress.metrics)
@@ -170,10 +170,11 @@ class Trainer:
         if improves and not math.isnan(value):
             self.progress.best, self.progress.best_step = value, self.progress.step
 
-    def is_due(self, every: int) -> bool:
-        """Whether something is due after this step that comes every so many epochs (or steps), and at the end."""
-        unit = self.steps_per_epoch if self.config.schedule.steps is None else 1
-        return self.progress.step == self.total_steps or self.progress.step % (unit * every) == 0
+    def evaluation_is_due(self) -> bool:
+        """Whether an evaluation is due after this step: every so many epochs or steps, and at the end."""
+        every, by_steps = self.config.run.evaluate_every, self.config.schedule.steps is not None
+        interval = every if every and by_steps else (every or 1) * self.steps_per_epoch
+        return self.progress.step == self.total_steps or self.progress.step % interval == 0
 
     def checkpoint_is_due(self) -> bool:
         """Whether a checkpoint is due after this step: at the end of an epoch, and within it as configured."""
