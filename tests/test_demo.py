@@ -31,7 +31,6 @@ TEST_IMAGES = 30
 def few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "TIMED_ROUNDS", 3)
-        patch.setattr(compare, "WARM_UP_ROUNDS", 1)
         yield
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 from ..classification.config import ClassificationConfig
 from ..classification.task import Classification
 from ..training.loop import Trainer
-from .timing import Quartiles, take_turns
+from .timing import Quartiles, quartiles, take_turns
 
 
 @dataclass
@@ -83,7 +84,8 @@ def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
             "loop_on_tensors": lambda: on_tensors.train_step(next(numbers), repeat(batch)),
             "bare_on_tensors": bare_step(config, batch),
         }
-        return LoopTimes(**take_turns(rivals, rounds=steps))
+        times = take_turns(rivals, rounds=steps, console=Console(stderr=True))
+        return LoopTimes(**{name: quartiles(seconds) for name, seconds in times.items()})
 
 
 def endless(trainer: Trainer) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
+from ..benchmark.timing import take_turns
 from ..classification.config import ClassificationConfig
 from ..classification.evaluate import Evaluation, evaluate
 from ..classification.sources import ArraySource
@@ -26,9 +26,8 @@ from ..training.loop import Trainer
 from ..training.setup import make_optimizer
 from .sections import Contender, comparison_sections, settings_section
 
-# Rounds in which each model has its turn while steps are timed; those of the warm-up do not count.
+# Turns that each model has while steps are timed.
 TIMED_ROUNDS = 25
-WARM_UP_ROUNDS = 3
 STATE_FILE = "demo.json"
 
 
@@ -105,28 +104,23 @@ def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None
 def time_steps(
     tasks: Mapping[str, Classification], trainers: Mapping[str, Trainer], console: Console
 ) -> dict[str, list[float]]:
-    """How long training steps take, in seconds.
+    """How long training steps of fresh models take that all see the same images, in seconds."""
+    steps = {attention: make_step(task, trainers[attention]) for attention, task in tasks.items()}
+    return take_turns(steps, rounds=TIMED_ROUNDS, console=console)
 
-    The models take turns, so that whatever else the machine does slows all of them alike. They are fresh ones, and
-    every step has the same images.
-    """
-    runs = {}
-    for attention, task in tasks.items():
-        trainer = trainers[attention]
-        model = task.build_model().to(trainer.accelerator.device).train()
-        batch = send_to_device(next(trainer.data.batches(0, 0)), trainer.accelerator.device)
-        runs[attention] = task, model, make_optimizer(model, task.config.optimizer, trainer.total_batch), batch
-    seconds: dict[str, list[float]] = {attention: [] for attention in tasks}
-    for _ in track(range(WARM_UP_ROUNDS + TIMED_ROUNDS), "Timing steps", console=console):
-        for attention, (task, model, optimizer, batch) in runs.items():
-            started = time.perf_counter()
-            task.loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
-            seconds[attention].append(time.perf_counter() - started)
-    return {attention: values[WARM_UP_ROUNDS:] for attention, values in seconds.items()}
+
+def make_step(task: Classification, trainer: Trainer) -> Callable[[], None]:
+    """A training step of a fresh model, again and again with the same images."""
+    model = task.build_model().to(trainer.accelerator.device).train()
+    optimizer = make_optimizer(model, task.config.optimizer, trainer.total_batch)
+    batch = send_to_device(next(trainer.data.batches(0, 0)), trainer.accelerator.device)
+
+    def step() -> None:
+        task.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def examine(task: Classification, trainer: Trainer) -> tuple[Evaluation, NDArray[np.int64]]:

@@ -1,6 +1,5 @@
 """The sections of the demo's report, which compare classifiers that differ in their attention only."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..benchmark.timing import Quartiles, quartiles
 from ..classification.evaluate import Evaluation
 from ..classification.plots import most_confused
 from ..classification.sources import ArraySource
@@ -55,9 +55,9 @@ class Contender:
     step_seconds: list[float]
 
     @property
-    def quartiles(self) -> list[float]:
-        """The lower quartile, the median and the upper quartile of a step's time, in seconds."""
-        return statistics.quantiles(self.step_seconds, n=4, method="inclusive")
+    def quartiles(self) -> Quartiles:
+        """A step's time, in seconds."""
+        return quartiles(self.step_seconds)
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric in the history."""
@@ -98,7 +98,7 @@ def results_section(contenders: Contenders, labels: NDArray[np.int64]) -> Sectio
             f"{contender.evaluation.loss:.3f}",
             f"{contender.evaluation.calibration_error:.1f}",
             f"{contender.parameters:,}",
-            f"{1000 * contender.quartiles[1]:.0f}",
+            f"{1000 * contender.quartiles.median:.0f}",
         )
         for attention, contender in contenders.items()
     ]
@@ -107,7 +107,7 @@ def results_section(contenders: Contenders, labels: NDArray[np.int64]) -> Sectio
         attention: {
             **contender.evaluation.numbers(),
             "parameters": contender.parameters,
-            "median_step_seconds": contender.quartiles[1],
+            "median_step_seconds": contender.quartiles.median,
         }
         for attention, contender in contenders.items()
     }
@@ -140,7 +140,7 @@ def verdict(contenders: Contenders, labels: NDArray[np.int64]) -> str:
                 outcome = f"InLine is {abs(points):.1f} points {where} {name}, more than {chance}"
             else:
                 outcome = f"InLine and {name} differ by {abs(points):.1f} points, no more than {chance}"
-            ratio = inline.quartiles[1] / other.quartiles[1]
+            ratio = inline.quartiles.median / other.quartiles.median
             sentences.append(f"{outcome}; InLine's training step takes {ratio:.2f} times as long.")
     sentences.append("This is one seed on one small data set: small differences may turn with another seed.")
     return " ".join(sentences)
@@ -176,7 +176,7 @@ def training_section(contenders: Contenders) -> Section:
 
 def scale(contender: Contender, unit: str) -> float:
     """What a step is in "images" or in "seconds"."""
-    return contender.batch_size if unit == "images" else contender.quartiles[1]
+    return contender.batch_size if unit == "images" else contender.quartiles.median
 
 
 def speed_section(contenders: Contenders) -> Section:
@@ -189,7 +189,7 @@ def speed_section(contenders: Contenders) -> Section:
         (
             STYLES[attention].name,
             *(f"{1000 * seconds:.1f}" for seconds in contender.quartiles),
-            f"{contender.batch_size / contender.quartiles[1]:.0f}",
+            f"{contender.batch_size / contender.quartiles.median:.0f}",
         )
         for attention, contender in contenders.items()
     ]
