@@ -39,7 +39,7 @@ def take_turns(
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     turns = range(warmup + rounds)
-    for turn in track(turns, "taking turns", console=console) if console else turns:
+    for turn in track(turns, "Timing steps", console=console) if console else turns:
         for name, rival in rivals.items():
             _wait_for_device()
             started = time.perf_counter()
