@@ -157,6 +157,16 @@ def test_a_full_disk_is_told_with_what_to_do(monkeypatch, capsys):
     assert "free some and run the same command again" in line
 
 
+def test_a_process_whose_neighbour_has_gone_says_so(monkeypatch, capsys):
+    def run(settings):
+        raise RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:7053")
+
+    monkeypatch.setitem(cli.COMMANDS, "models", cli.COMMANDS["models"]._replace(run=run))
+    code, line = refused(capsys, "models")
+    assert code == 1
+    assert "another process has ended before this one: see what that one says" in line
+
+
 def test_a_bug_is_no_mistake_of_the_user(monkeypatch):
     def run(settings):
         raise KeyError("a bug")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from inlinevit.classification.evaluate import Evaluation
+from inlinevit.classification.metrics import Evaluation
 from inlinevit.demo import ATTENTIONS, compare, demo, demo_config
 from inlinevit.demo.sections import Contender, verdict
 from inlinevit.training.config import flattened, to_plain
@@ -187,6 +187,15 @@ def test_folder_with_other_files_is_left_alone(data: str, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["linear"]
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"state": 1}', "é"])
+def test_a_file_called_as_ours_makes_no_demo(content: str, tmp_path: Path) -> None:
+    (tmp_path / "linear").mkdir()
+    (tmp_path / "demo.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match="name a new folder"):
+        compare.make_ready(tmp_path, {"linear": {}}, compare.Console(quiet=True))
+    assert (tmp_path / "linear").is_dir()
+
+
 @pytest.mark.parametrize(
     ("data", "error", "remedy"),
     [
@@ -222,11 +231,11 @@ def test_importing_the_demo_is_light() -> None:
     )
 
 
-def contender(right: int, seconds: float) -> Contender:
+def contender(right: int, seconds: float, parameters: int) -> Contender:
     """One that tells the first `right` of 1,000 images of class 0 right."""
     predictions = np.where(np.arange(1000) < right, 0, 1)
     evaluation = Evaluation(right / 10, 100.0, 0.0, 1.0, torch.tensor([[right, 1000 - right], [0, 0]]))
-    return Contender(1, evaluation, predictions, [], 50, [seconds] * 4)
+    return Contender(parameters, evaluation, predictions, [], 50, [seconds] * 4)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +249,10 @@ def contender(right: int, seconds: float) -> Contender:
     ],
 )
 def test_verdict_says_what_the_numbers_say(inline: int, softmax: int, sentence: str) -> None:
-    contenders = {"softmax": contender(softmax, 0.1), "inline": contender(inline, 0.15)}
+    contenders = {"softmax": contender(softmax, 0.1, 100), "inline": contender(inline, 0.15, 120)}
     text = verdict(contenders, np.zeros(1000, np.int64))
     assert sentence in text
-    assert "takes 1.50 times as long" in text
+    assert "takes 1.50 times as long, and it has 1.20 times as many parameters." in text
     assert "one seed" in text
     best = "InLine" if inline > softmax else "softmax"
     assert f"right: {best} {max(inline, softmax) / 10:.1f} %" in text

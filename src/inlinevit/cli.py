@@ -101,6 +101,8 @@ def complain(error: Exception, options: list[str]) -> int:
         return say(f"error: no space left on the disk ({message}): free some and run the same command again", 1)
     if isinstance(error, ValueError | OSError):
         return say(f"error: {message}", 1)
+    if isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", message):
+        return say("error: another process has ended before this one: see what that one says", 1)
     # Imported by those commands that train, and only they can end so.
     loop: Any = sys.modules.get("inlinevit.training.loop")
     if loop is not None and isinstance(error, loop.Stopped):

@@ -2,11 +2,15 @@
 
 import json
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from inlinevit import cli
-from inlinevit.benchmark.loop import LoopTimes, Nothing
+from inlinevit.benchmark.loop import LoopTimes, Nothing, bare_step, measure_loop
 from inlinevit.benchmark.timing import Quartiles
+from inlinevit.classification.config import ClassificationConfig, DataConfig, ModelConfig
+from inlinevit.training.config import RunConfig
 
 
 def test_ratios():
@@ -36,3 +40,20 @@ def test_the_command_measures_a_recipe(capsys, tmp_path, monkeypatch):
         assert 0 < low <= median <= high
     assert numbers["times_faster_without_model"] > 1
     assert not any(tmp_path.iterdir())
+
+
+def test_too_few_steps_are_refused():
+    with pytest.raises(ValueError, match="at least 2"):
+        measure_loop(ClassificationConfig(), steps=1)
+
+
+def test_a_bare_step_sees_as_many_images_as_one_of_the_loop(monkeypatch):
+    config = ClassificationConfig(
+        data=DataConfig(batch_size=2, workers=0),
+        model=ModelConfig(img_size=28, in_chans=1, options={"depth": 1}),
+        run=RunConfig(accumulate=3),
+    )
+    losses, cross_entropy = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *args, **kw: losses.append(1) or cross_entropy(*args, **kw))
+    bare_step(config, (torch.zeros(2, 1, 28, 28), torch.tensor([0, 1]), []))()
+    assert len(losses) == 3

@@ -61,6 +61,7 @@ REFUSED: dict[str, list[Any]] = {
     "model.img_size": [0, -224],
     "model.crop_pct": [0.0, 1.1, NAN],
     "model.drop_path": [-0.1, 1.0, NAN],
+    "distillation.checkpoint": ["teacher.pth"],
     "distillation.weight": [-0.1, 1.1],
     "distillation.temperature": [0.0, -1.0],
     "optimizer.lr": [-1e-3, NAN, INFINITE],

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,15 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
 from inlinevit.classification.classifier import Classifier, imagenet_classes
 from inlinevit.classification.config import DataConfig
-from inlinevit.classification.evaluate import Evaluation, evaluate, evaluate_command, match_classes
+from inlinevit.classification.evaluate import evaluate, evaluate_command, match_classes
 from inlinevit.classification.inputs import InputSpec
+from inlinevit.classification.metrics import Evaluation
 
 SPEC = InputSpec(size=4, mean=(0.0,), std=(1.0,), interpolation="bilinear", crop_pct=1.0, crop_mode="center")
 
@@ -292,3 +295,50 @@ def test_command_on_the_data_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     evaluate_command(str(run_folder), DataConfig(eval_path=str(other), workers=0), output=str(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["confusion"] == [[1, 0], [1, 0]]
     assert "32 × 32" in capsys.readouterr().out
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> str:
+    """A run of two classes, with data of its own."""
+    image_folder(tmp_path / "data", ["ant", "bee"], images=3)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=2, img_size=32)
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    config = f"model: {{name: test_vit, img_size: 32}}\ndata: {{path: {tmp_path / 'data'}, workers: 0}}\n"
+    (folder / "config.yaml").write_text(config)
+    return str(folder)
+
+
+def test_command_under_torchrun(run_folder: str, tmp_path: Path) -> None:
+    """Whether or not there is a GPU, the processes share the images, and one of them tells the outcome."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "inlinevit", "eval", run_folder, "--output", str(tmp_path / "out")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("top-1 %") == 1
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["images"] == 6
+
+
+def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    data = DataConfig(workers=0)
+    with pytest.raises(OSError, match=r"file cannot be a folder of results \(File exists\): name another one"):
+        evaluate_command(run_folder, data, output=str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="img_size is 0"):
+        evaluate_command(run_folder, data, img_size=0)
+    with pytest.raises(ValueError, match="crop_pct should be above 0"):
+        evaluate_command(run_folder, data, crop_pct=0.0)
+    with pytest.raises(FileNotFoundError, match="no folder at runs/nothing: name the folder of a training run"):
+        evaluate_command("runs/nothing", data)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="float16 is for GPUs")
+def test_float16_needs_a_gpu(run_folder: str) -> None:
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        evaluate_command(run_folder, DataConfig(workers=0), precision="fp16")
+    AcceleratorState._reset_state()

@@ -213,8 +213,10 @@ def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
         open_classifier(str(run))
     with pytest.raises(ValueError, match=r"holds no config\.yaml"):
         open_classifier(str(tmp_path))
-    with pytest.raises(ValueError, match="no model called"):
+    with pytest.raises(FileNotFoundError, match=r"no folder at .*nothing: name the folder of a training run"):
         open_classifier(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="no model called"):
+        open_classifier("nothing")
 
 
 def test_configurations_come_back(tmp_path: Path) -> None:

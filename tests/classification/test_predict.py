@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,16 @@ def test_which_files_are_meant(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_pipes_are_not_opened(tmp_path: Path) -> None:
+    """Reading from one would wait for a writer that never comes."""
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
+    assert list(find_images([f"{tmp_path}/pipe.png"]).values()) == ["it is no regular file"]
+    assert list(find_images([f"{tmp_path}/*.png"]).values()) == [
+        "there is no such file or folder", "it is no regular file"
+    ]  # fmt: skip
+
+
 def test_endings_are_those_that_pillow_can_read() -> None:
     endings = image_endings()
     assert {".png", ".jpg", ".jpeg", ".gif", ".webp", ".tif", ".bmp", ".ppm"} <= endings
@@ -260,7 +271,7 @@ def test_table(run: str, images: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("format", ["table", "json", "csv"])
 def test_output_goes_to_a_file(format: str, run: str, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = Path(run) / "out"
+    file = Path(run) / "new" / "out"
     assert predict_command(run, [str(images)], format=format, output=str(file)) == 1
     assert capsys.readouterr().out == ""
     assert "cät" in file.read_text(encoding="utf-8")
@@ -269,3 +280,20 @@ def test_output_goes_to_a_file(format: str, run: str, images: Path, capsys: pyte
 def test_nothing_found_is_an_empty_list(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert predict_command(run, [], format="json") == 0
     assert json.loads(capsys.readouterr().out) == []
+
+
+def test_no_table_where_nothing_was_seen(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict_command(run, ["nothing.png"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv"])
+def test_letters_that_the_terminal_does_not_know(
+    format: str, run: str, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert predict_command(run, [str(images / "é*")], format=format) == 0
+    sys.stdout.flush()
+    expected = "c\\xe4t" if format == "table" else "cät"
+    assert expected in shown.getvalue().decode()

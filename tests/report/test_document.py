@@ -137,6 +137,13 @@ def test_page_can_be_read_without_eyes(page: Page) -> None:
     assert {"first", "second-2"} <= set(identities)
 
 
+def test_captions_of_tables_do_not_scroll_away(folder: Path) -> None:
+    """On a narrow screen, a table is wider than the page; what says what it shows must not be."""
+    text = (folder / "report.html").read_text()
+    assert "<caption" not in text
+    assert 0 < text.index("<figcaption>") < text.index('role="region"') < text.index("<table")
+
+
 def test_pictures_can_be_decoded(page: Page) -> None:
     drawn, *tiles = [str(image["src"]).split(",", 1) for image in page.all("img")]
     assert drawn[0] == "data:image/svg+xml;base64"

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 TOY = Path(__file__).with_name("toy.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Forked:

@@ -20,7 +20,11 @@ WEIGHTS: dict[str, dict[str, Tensor]] = {"model": {"w": torch.arange(3.0)}, "ema
 
 
 def save(folder: CheckpointFolder, step: int, best_step: int | None = None) -> Path:
-    return folder.save(Progress(step=step, best=1.0, best_step=best_step), WEIGHTS, {"step": torch.tensor(step)})
+    progress = Progress(step=step, best=1.0, best_step=best_step)
+    path = folder.save(progress, WEIGHTS, {"step": torch.tensor(step)})
+    if best_step is not None:
+        folder.note_evaluation(progress)
+    return path
 
 
 def names(folder: CheckpointFolder) -> list[str]:
@@ -37,6 +41,26 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert torch.equal(read_state(path)["optimizer"]["m"], torch.ones(2))
     assert damage(path) is None
     assert folder.newest_good() == path
+
+
+def test_an_evaluation_is_added(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    before = Progress(step=3, evaluated_step=1, metrics={"top1": 1.0}, best=1.0, best_step=1, loss_sum=0.7)
+    path = folder.save(before, WEIGHTS, {})
+    after = Progress(step=3, evaluated_step=3, metrics={"top1": 0.1 + 0.2}, best=0.3, best_step=3, loss_sum=0.7)
+    folder.note_evaluation(after)
+    assert read_progress(path) == after
+    assert damage(path) is None
+    assert folder.best.resolve() == path
+    for content in ("", "[1]", "5", '{"nonsense": 1}', "{"):
+        (path / "evaluation.json").write_text(content)
+        assert read_progress(path) == before
+
+
+def test_an_evaluation_of_a_checkpoint_elsewhere_makes_no_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.note_evaluation(Progress(step=3, best_step=3))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_state_that_would_run_code_is_not_read(tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ def test_another_seed_makes_another_run(server: Server, reference: Path, tmp_pat
         ["write:1", "write:6", "write:2"],
         ["write:13", "write:5", "write:4"],
         ["rename:2", "rename:1"],
-        # The 7th mark belongs to the best checkpoint of all.
-        ["best:7", "prune:1"],
+        # The first mark is set when a run begins, the others when it has evaluated.
+        ["best:2", "best:3", "prune:1"],
+        ["evaluation:1", "evaluation:3", "noted:2"],
         ["prune:3", "write:3", "rename:3"],
     ],
     ids=" ".join,

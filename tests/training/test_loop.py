@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import timm
 import torch
 from running import Server, assert_same_run, final_tensors, metric_lines
 from torch import nn
@@ -17,6 +18,7 @@ from toy import Mlp, ToySamples, make_trainer, settings
 
 from inlinevit.training import files, loop
 from inlinevit.training.loop import Diverged, Stopped, Trainer
+from inlinevit.training.setup import checkpoint_gradients
 
 
 def steps_of(output: Path) -> list[int]:
@@ -150,6 +152,25 @@ def test_other_settings_are_refused(tmp_path: Path, change: dict[str, Any], name
         make_trainer(settings(tmp_path / "run", **change)).run()
 
 
+@pytest.mark.parametrize("content", [None, b"", b"run: [", b"\xff\xfe"])
+def test_settings_that_are_lost(tmp_path: Path, content: bytes | None) -> None:
+    with pytest.raises(Stopped):
+        make_trainer(settings(tmp_path / "run", toy__events={"3": "SIGTERM"})).run()
+    if content is None:
+        (tmp_path / "run" / "config.yaml").unlink()
+    else:
+        (tmp_path / "run" / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.yaml does not tell the settings of the checkpoints beside it"):
+        make_trainer(settings(tmp_path / "run")).run()
+
+
+@pytest.mark.parametrize("output", ["file", "file/run"])
+def test_results_have_no_place(tmp_path: Path, output: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=rf"{output} cannot be a folder of results \(.*\): name another one"):
+        make_trainer(settings(tmp_path / output)).run()
+
+
 def test_settings_that_change_nothing_are_free(reference: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         make_trainer(settings(tmp_path / "run", toy__events={"3": "SIGTERM"})).run()
@@ -165,7 +186,7 @@ def test_data_of_another_length_are_refused(tmp_path: Path) -> None:
 
 
 def test_too_few_data_for_a_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"do not fill one step of 128 samples: choose a smaller --data\.batch_size"):
+    with pytest.raises(ValueError, match=r"one step of 128 samples: choose a smaller --data\.batch_size or --run\.acc"):
         make_trainer(settings(tmp_path / "run", toy__batch_size=64))
 
 
@@ -378,8 +399,11 @@ def test_checkpointed_gradients_are_the_same(tmp_path: Path) -> None:
 
 
 def test_model_that_cannot_checkpoint_gradients(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run\.checkpoint_gradients: this model cannot do so"):
+    with pytest.raises(ValueError, match=r"run\.checkpoint_gradients: Mlp cannot do so, train it without"):
         make_trainer(settings(tmp_path / "run", run__checkpoint_gradients=True))
+    # timm's have the method, but it refuses.
+    with pytest.raises(ValueError, match=r"run\.checkpoint_gradients: VGG cannot do so, train it without"):
+        checkpoint_gradients(timm.create_model("vgg11", device="meta"))
 
 
 @pytest.mark.slow

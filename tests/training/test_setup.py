@@ -184,3 +184,18 @@ def test_half_precision_that_a_cpu_lacks(tmp_path: Path) -> None:
         pytest.skip("this machine has it")
     with pytest.raises(ValueError, match=r"run\.precision fp16 needs a GPU: choose bf16, or no"):
         make_trainer(settings(tmp_path / "run", run__precision="fp16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("adahessian", "needs second derivatives, which are not computed: try adamw"),
+        ("bnbadamw8bit", "cannot be used here .*: choose another one"),
+        ("fusedlamb", "cannot be used here .*: choose another one"),
+    ],
+)
+def test_optimizers_that_cannot_be_used(name: str, problem: str) -> None:
+    if torch.cuda.is_available() and name != "adahessian":
+        pytest.skip("this machine may have it")
+    with pytest.raises(ValueError, match=f"optimizer {name} {problem}"):
+        make_optimizer(nn.Linear(2, 2), OptimizerConfig(name=name), 1)

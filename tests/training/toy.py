@@ -220,6 +220,10 @@ def kill_at(place: str) -> None:
         checkpoints.os.rename = before(os.rename)
     elif name == "best":
         checkpoints.CheckpointFolder.mark_best = before(checkpoints.CheckpointFolder.mark_best)
+    elif name == "evaluation":
+        ToyTask.evaluate = before(ToyTask.evaluate)
+    elif name == "noted":
+        checkpoints.CheckpointFolder.note_evaluation = before(checkpoints.CheckpointFolder.note_evaluation)
     elif name == "prune":
         checkpoints.CheckpointFolder._prune = before(checkpoints.CheckpointFolder._prune)
     else:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 from rich.console import Console
 from torch import Tensor, nn
 
 from ..classification.config import ClassificationConfig
 from ..classification.task import Classification
+from ..training.config import require
 from ..training.loop import Trainer
 from .timing import Quartiles, quartiles, take_turns
 
@@ -71,11 +73,12 @@ def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
         config: The recipe.
         steps: Steps of each kind.
     """
+    require(steps > 1, f"steps is {steps}: it should be at least 2, to tell how much times vary")
     with TemporaryDirectory() as folder:
         config = replace(config, run=replace(config.run, output=str(Path(folder) / "run"), resume="never"))
         real, idle = Trainer(Classification(config), config), Trainer(WithoutModel(config), config)
         on_tensors = Trainer(Classification(config), config)
-        batch = next(on_tensors.data.batches(0, 0))
+        batch = send_to_device(next(on_tensors.data.batches(0, 0)), on_tensors.accelerator.device)
         real_batches, idle_batches = endless(real), endless(idle)
         numbers = count()
         rivals = {
@@ -102,7 +105,10 @@ def bare_step(config: ClassificationConfig, batch: Any) -> Any:
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(images), labels, label_smoothing=config.augment.label_smoothing).backward()
+        for _ in range(config.run.accumulate):
+            with trainer.accelerator.autocast():
+                loss = F.cross_entropy(model(images), labels, label_smoothing=config.augment.label_smoothing)
+            loss.backward()
         if config.optimizer.clip_grad is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
         optimizer.step()

@@ -81,8 +81,8 @@ def open_classifier(
         checkpoint=file,
         pretrained=file is None,
         drop_path=0.0,
-        img_size=img_size or config.img_size,
-        crop_pct=crop_pct or config.crop_pct,
+        img_size=config.img_size if img_size is None else img_size,
+        crop_pct=config.crop_pct if crop_pct is None else crop_pct,
     )
     made_for = get_pretrained_cfg(config.name)
     num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0)
@@ -106,6 +106,8 @@ def open_classifier(
 def _check_name_or_run(model: str) -> None:
     if Path(model).is_dir() and not is_model(model):
         raise ValueError(f"{model} holds no {RUN_CONFIG}: name the folder of a training run, or a model")
+    if Path(model).name != model:
+        raise FileNotFoundError(f"no folder at {model}: name the folder of a training run, or a model")
     check_model_name(model)
 
 

@@ -136,6 +136,10 @@ class DistillationConfig:
     """Softens the probabilities to match."""
 
     def __post_init__(self) -> None:
+        require(
+            self.teacher is not None or self.checkpoint is None,
+            "distillation.checkpoint is given without a teacher: name its model with --distillation.teacher",
+        )
         require(0 <= self.weight <= 1, f"distillation.weight is {self.weight}: it should be from 0 to 1")
         require(self.temperature > 0, f"distillation.temperature is {self.temperature}: it should be above 0")
 

@@ -1,113 +1,34 @@
-"""How well a model tells classes apart: accuracies, calibration, confusion."""
+"""How well a model tells classes apart: from images to numbers, tables and files."""
 
 import csv
 import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassConfusionMatrix
 
+from ..training.config import require
 from ..training.state import is_sharded
 from .classifier import Classifier, open_classifier, run_config
 from .config import DataConfig
 from .data import ProblemCounter, evaluation_batches
 from .inputs import InputSpec, evaluation_transform
+from .metrics import Evaluation, EvaluationMetrics
 from .shards import ShardSource
 from .sources import ImageSource, open_part
 
-CALIBRATION_BINS = 15
 CLASSES_SHOWN = 5
 NAMES_SHOWN = 3
-
-
-@dataclass
-class Evaluation:
-    """The outcome of an evaluation.
-
-    Attributes:
-        top1: Share of images whose class comes first, in percent.
-        top5: Share of images whose class is among the first five, in percent.
-        calibration_error: Mean gap between confidence and accuracy over 15 bins, in percent.
-        loss: Mean cross-entropy.
-        confusion: (classes, classes) images by true and by predicted class.
-    """
-
-    top1: float
-    top5: float
-    calibration_error: float
-    loss: float
-    confusion: Tensor
-
-    def numbers(self) -> dict[str, float]:
-        """The metrics that are one number each."""
-        return {
-            "top1": self.top1,
-            "top5": self.top5,
-            "calibration_error": self.calibration_error,
-            "loss": self.loss,
-        }
-
-    @property
-    def images(self) -> int:
-        """How many images were evaluated."""
-        return int(self.confusion.sum())
-
-    @property
-    def per_class(self) -> list[float | None]:
-        """Share of each class's images that are told right, in percent; None for a class without images."""
-        right, images = self.confusion.diagonal().tolist(), self.confusion.sum(dim=1).tolist()
-        return [100 * some / all_ if all_ else None for some, all_ in zip(right, images, strict=True)]
-
-
-class _Metrics:
-    """What an evaluation adds up, over batches and over processes.
-
-    Args:
-        num_classes: Width of the logits.
-        device: Where the logits are.
-    """
-
-    def __init__(self, num_classes: int, device: torch.device) -> None:
-        top_k = min(5, num_classes)
-        self.top5 = MulticlassAccuracy(num_classes, top_k=top_k, average="micro", validate_args=False).to(device)
-        self.calibration = MulticlassCalibrationError(num_classes, CALIBRATION_BINS, validate_args=False).to(device)
-        self.loss = MeanMetric(nan_strategy="disable").to(device)
-        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False).to(device)
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: logits (images, classes) and labels (images,)."""
-        # Ranks come from logits, because the smallest probabilities are all 0. Calibration is given probabilities,
-        # because torchmetrics would take logits that are all in 0 … 1 for them.
-        self.top5.update(logits, labels)
-        self.confusion.update(logits, labels)
-        self.calibration.update(logits.softmax(dim=1), labels)
-        self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
-
-    def compute(self) -> Evaluation:
-        """The outcome over all processes; every one of them must call this."""
-        confusion = self.confusion.compute().cpu()
-        if confusion.sum() == 0:
-            raise ValueError("there is not one image to evaluate on: check the data")
-        return Evaluation(
-            top1=100 * int(confusion.diagonal().sum()) / int(confusion.sum()),
-            top5=100 * self.top5.compute().item(),
-            calibration_error=100 * self.calibration.compute().item(),
-            loss=self.loss.compute().item(),
-            confusion=confusion,
-        )
 
 
 @torch.no_grad()
@@ -146,7 +67,7 @@ def evaluate(
     if show_progress:
         batches = track(batches, "evaluating", console=Console(stderr=True), disable=not accelerator.is_main_process)
     usable = _usable(batches, ProblemCounter(config.max_unreadable), labels)
-    metrics = _Metrics(num_classes, accelerator.device)
+    metrics = EvaluationMetrics(num_classes, accelerator.device)
     # The bare model: DistributedDataParallel would wait for processes whose share is smaller.
     bare = accelerator.unwrap_model(model)
     for images, truth in _in_step(usable, accelerator, spec) if is_sharded(bare) else usable:
@@ -237,7 +158,13 @@ def evaluate_command(
         output: Folder for evaluation.json, per_class.csv and confusion.png.
         precision: Half precision for what can bear it.
     """
-    accelerator = Accelerator(mixed_precision=precision)
+    # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
+    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
+    # accelerate would compute in full precision, and say nothing.
+    on_cpu = accelerator.device.type == "cpu"
+    require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
+    if output is not None:
+        _make_folder(Path(output))
     with accelerator.main_process_first():
         classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size, crop_pct=crop_pct)
     data = _evaluation_data(model, data)
@@ -259,6 +186,14 @@ def evaluate_command(
             save_evaluation(outcome, classifier, facts, Path(output))
             Console(stderr=True).print(f"results are in {output}", markup=False, highlight=False)
     accelerator.end_training()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of the results before the work, so that nothing is lost if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be a folder of results ({error.strerror}): name another one") from error
 
 
 def _evaluation_data(model: str, data: DataConfig) -> DataConfig:
@@ -297,12 +232,11 @@ def save_evaluation(outcome: Evaluation, classifier: Classifier, facts: dict[str
         outcome: The evaluation.
         classifier: The model.
         facts: What else evaluation.json is to tell.
-        folder: Where they go.
+        folder: Where they go; it exists.
     """
     # Here, because matplotlib takes its time and training needs no pictures.
     from .plots import draw_confusion
 
-    folder.mkdir(parents=True, exist_ok=True)
     names = classifier.readable_classes()
     numbers = {name: value if math.isfinite(value) else None for name, value in outcome.numbers().items()}
     content = {

@@ -46,12 +46,14 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path) 
     names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in classes]
     is_named = len(names) <= MOST_NAMED
     side = max(6.0, 0.28 * len(names)) if is_named else 12.0
-    figure = Figure(figsize=(side + 2, side) if is_named else (side + 8, side), dpi=150, layout="constrained")
-    axes = figure.subplots(1, 1 if is_named else 2, width_ratios=None if is_named else [2, 1], squeeze=False)[0]
+    figure = Figure(figsize=(side + 2, side) if is_named else (side + 7, side), dpi=150, layout="constrained")
+    axes = figure.subplots(1, 1 if is_named else 2, width_ratios=None if is_named else [5, 1], squeeze=False)[0]
 
-    # Mistakes are rare beside what is right: the root makes them visible.
-    image = axes[0].imshow(shares, cmap=COLORS, norm=PowerNorm(0.4, 0, 100), interpolation="nearest")
-    figure.colorbar(image, ax=axes[0], label="% of the true class", fraction=0.046, ticks=[0, 1, 5, 20, 50, 100])
+    # Mistakes are rare beside what is right: the root makes them visible, a higher one where a cell is but a dot.
+    norm = PowerNorm(0.4 if is_named else 0.2, 0, 100)
+    image = axes[0].imshow(shares, cmap=COLORS, norm=norm, interpolation="nearest")
+    ticks = [0, 1, 5, 20, 50, 100]
+    figure.colorbar(image, ax=axes[0], label="% of the true class", fraction=0.046, pad=0.02, ticks=ticks)
     axes[0].set(xlabel="predicted class", ylabel="true class")
     if is_named:
         axes[0].set_xticks(range(len(names)), names, rotation=90, parse_math=False)
@@ -65,7 +67,8 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path) 
         pairs = most_confused(confusion, PAIRS_SHOWN)
         axes[1].barh(range(len(pairs)), [count for _, _, count in pairs], color=image.cmap(0.7))
         labels = [f"{names[true]}\n→ {names[guess]}" for true, guess, _ in pairs]
-        axes[1].set_yticks(range(len(pairs)), labels, fontsize=8, parse_math=False)
+        axes[1].set_yticks(range(len(pairs)), labels, fontsize=9, parse_math=False)
+        axes[1].margins(y=0.01)
         axes[1].invert_yaxis()
         axes[1].xaxis.get_major_locator().set_params(integer=True)
         axes[1].set(xlabel="images", title="most frequent mistakes")

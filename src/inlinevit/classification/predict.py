@@ -2,6 +2,7 @@
 
 import csv
 import glob
+import io
 import json
 import os
 import sys
@@ -110,10 +111,8 @@ def _expand(argument: str) -> Iterator[tuple[str, str]]:
     """The files that one argument means, each with what is wrong with it."""
     if os.path.isdir(argument):
         yield from _images_in(argument)
-    elif os.path.exists(argument):
-        yield argument, ""
-    elif not glob.has_magic(argument):
-        yield argument, "there is no such file or folder"
+    elif os.path.exists(argument) or not glob.has_magic(argument):
+        yield argument, _what_is_wrong(argument)
     else:
         matches = sorted(glob.glob(argument, recursive=True))
         if not matches:
@@ -122,7 +121,15 @@ def _expand(argument: str) -> Iterator[tuple[str, str]]:
             if os.path.isdir(match):
                 yield from _images_in(match)
             else:
-                yield match, ""
+                yield match, _what_is_wrong(match)
+
+
+def _what_is_wrong(path: str) -> str:
+    """Why a path should not be opened; "" if it can be."""
+    if os.path.isfile(path):
+        return ""
+    # Reading from a pipe or a device could last for ever.
+    return "it is no regular file" if os.path.exists(path) else "there is no such file or folder"
 
 
 def _images_in(folder: str) -> Iterator[tuple[str, str]]:
@@ -223,6 +230,11 @@ def predict_command(
     Returns:
         The exit code: 1 if an image could not be used, else 0.
     """
+    if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Programs expect UTF-8; people want names to be shown, even in letters that their terminal does not know.
+        sys.stdout.reconfigure(errors="backslashreplace", encoding=None if format == "table" else "utf-8")
     classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size)
     predictions = predict(classifier, images, top=top, batch_size=batch_size)
     failed: list[str] = []
@@ -247,7 +259,7 @@ def _on_one_line(text: str) -> str:
 
 
 def write_table(predictions: Iterable[Prediction], stream: TextIO) -> None:
-    """A table for people; images that failed are left out."""
+    """A table for people; images that failed are left out, and nothing is shown if all did."""
     table = Table("image", "class")
     table.add_column("%", justify="right")
     for prediction in predictions:
@@ -258,7 +270,8 @@ def write_table(predictions: Iterable[Prediction], stream: TextIO) -> None:
                 f"{100 * chosen.probability:.1f}",
                 end_section=rank == len(prediction.classes) - 1,
             )
-    Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
+    if table.row_count:
+        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
 
 
 def write_json(predictions: Iterable[Prediction], stream: TextIO) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..benchmark.timing import take_turns
 from ..classification.config import ClassificationConfig
-from ..classification.evaluate import Evaluation, evaluate
+from ..classification.evaluate import evaluate
+from ..classification.metrics import Evaluation
 from ..classification.sources import ArraySource
 from ..classification.task import Classification
 from ..report import Report
@@ -84,7 +85,7 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
 def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None:
     """Make the folder ready: as it is, to go on with an interrupted demo; without old results, to begin anew."""
     file = folder / STATE_FILE
-    before = json.loads(file.read_text()) if file.is_file() else None
+    before = read_state(file)
     if before == {"state": "running", "settings": settings}:
         console.print(f"{folder} holds a demo that was interrupted: it goes on from there")
         return
@@ -99,6 +100,15 @@ def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None
     for name in ("report.html", "report.json"):
         (folder / name).unlink(missing_ok=True)
     replace_json(file, {"state": "running", "settings": settings})
+
+
+def read_state(file: Path) -> dict[str, Any] | None:
+    """What a demo before has left; None if there was none, or the file is not of a demo."""
+    try:
+        state = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return state if isinstance(state, dict) and set(state) == {"state", "settings"} else None
 
 
 def time_steps(

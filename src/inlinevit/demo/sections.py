@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..benchmark.timing import Quartiles, quartiles
-from ..classification.evaluate import Evaluation
+from ..classification.metrics import Evaluation
 from ..classification.plots import most_confused
 from ..classification.sources import ArraySource
 from ..report import (
@@ -127,7 +127,9 @@ def verdict(contenders: Contenders, labels: NDArray[np.int64]) -> str:
     """
     ranking = sorted(contenders, key=lambda attention: contenders[attention].evaluation.top1, reverse=True)
     shares = [f"{STYLES[attention].name} {contenders[attention].evaluation.top1:.1f} %" for attention in ranking]
-    sentences = [f"After the same training, of {len(labels):,} test images are classified right: {', '.join(shares)}."]
+    sentences = [
+        f"After the same training, of the {len(labels):,} test images these are told right: {', '.join(shares)}."
+    ]
     if "inline" in contenders:
         inline = contenders["inline"]
         for attention in (name for name in ranking if name != "inline"):
@@ -141,7 +143,10 @@ def verdict(contenders: Contenders, labels: NDArray[np.int64]) -> str:
             else:
                 outcome = f"InLine and {name} differ by {abs(points):.1f} points, no more than {chance}"
             ratio = inline.quartiles.median / other.quartiles.median
-            sentences.append(f"{outcome}; InLine's training step takes {ratio:.2f} times as long.")
+            cost = f"InLine's training step takes {ratio:.2f} times as long"
+            if inline.parameters != other.parameters:
+                cost += f", and it has {inline.parameters / other.parameters:.2f} times as many parameters"
+            sentences.append(f"{outcome}; {cost}.")
     sentences.append("This is one seed on one small data set: small differences may turn with another seed.")
     return " ".join(sentences)
 

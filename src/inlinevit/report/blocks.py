@@ -59,9 +59,9 @@ class Table(Block):
     """
 
     template = """
+<figure><figcaption>{{ block.caption }}</figcaption>
 <div class="scroll" role="region" aria-label="{{ block.caption }}" tabindex="0">
 <table{% if block.is_prose %} class="prose"{% endif %}>
-<caption>{{ block.caption }}</caption>
 <thead><tr>{% for heading in block.headings %}<th scope="col">{{ heading }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in block.rows %}
@@ -69,7 +69,7 @@ class Table(Block):
 {% endfor %}
 </tbody>
 </table>
-</div>
+</div></figure>
 """
 
     headings: Sequence[str]
@@ -94,7 +94,7 @@ class Picture(Block):
     """
 
     template = """
-<figure><img class="drawing" src="{{ block.uri }}" alt="{{ block.alt }}">
+<figure><div class="scroll" tabindex="0"><img class="drawing" src="{{ block.uri }}" alt="{{ block.alt }}"></div>
 <figcaption>{{ block.caption }}</figcaption></figure>
 """
 

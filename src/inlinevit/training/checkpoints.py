@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from .files import space_for, sync_folder, write_bytes
+from .files import replace_json, space_for, sync_folder, write_bytes
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
+EVALUATION = "evaluation.json"
 UNFINISHED = ".unfinished-"
+# What an evaluation adds to a run's progress.
+EVALUATION_FIELDS = ("evaluated_step", "metrics", "best", "best_step")
 
 
 @dataclass
@@ -27,7 +30,8 @@ class Progress:
 
     Attributes:
         step: Steps that are done.
-        metrics: What the last evaluation gave.
+        evaluated_step: When the last evaluation was.
+        metrics: What it gave.
         best: The best value of the task's metric so far.
         best_step: When it was reached.
         loss_sum: Sum of the losses since the last line of metrics.jsonl.
@@ -37,6 +41,7 @@ class Progress:
     """
 
     step: int = 0
+    evaluated_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     best_step: int | None = None
@@ -71,7 +76,7 @@ class CheckpointFolder:
         """Write a checkpoint, then drop those that are not to be kept.
 
         Args:
-            progress: How far the run has come; if its best step is this one, the checkpoint becomes the best.
+            progress: How far the run has come.
             weights: Weights by the name of their file: model, ema.
             state: Whatever else the run needs to go on; torch.load(weights_only=True) must be able to read it.
 
@@ -100,13 +105,23 @@ class CheckpointFolder:
                 # A folder of that name is damaged, or of a run that went another way.
                 shutil.rmtree(path, ignore_errors=True)
                 os.rename(aside, path)
-                self.mark_best(progress)
                 sync_folder(self.folder)
         except OSError:
             shutil.rmtree(aside, ignore_errors=True)
             raise
         self._prune(path)
         return path
+
+    def note_evaluation(self, progress: Progress) -> None:
+        """Add to the newest checkpoint what its evaluation gave."""
+        path = self.folder / f"step-{progress.step:08d}"
+        if not path.is_dir():
+            # The run goes on from a checkpoint that lies elsewhere.
+            return
+        content = asdict(progress)
+        replace_json(path / EVALUATION, {name: content[name] for name in EVALUATION_FIELDS})
+        self.mark_best(progress)
+        self._prune(path)
 
     def mark_best(self, progress: Progress) -> None:
         """Point `best` to the best checkpoint, if that is the newest one."""
@@ -160,7 +175,12 @@ class CheckpointFolder:
 
 def read_progress(path: Path) -> Progress:
     """How far the run had come at this checkpoint."""
-    return Progress(**json.loads((path / PROGRESS).read_text()))
+    progress = Progress(**json.loads((path / PROGRESS).read_text()))
+    try:
+        return replace(progress, **json.loads((path / EVALUATION).read_text()))
+    except (OSError, ValueError, TypeError):
+        # The run ended before or in the evaluation, which will be made up for.
+        return progress
 
 
 def read_weights(path: Path, name: str) -> dict[str, Tensor]:

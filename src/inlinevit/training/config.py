@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from math import inf
+from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import yaml
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -215,6 +218,20 @@ def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in plain.items():
         flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
+
+
+def read_plain(file: Path) -> dict[str, Any]:
+    """The plain configuration that a run has left."""
+    try:
+        plain = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        plain = None
+    if not isinstance(plain, dict):
+        raise ValueError(
+            f"{file} does not tell the settings of the checkpoints beside it: restore it, name one of them with "
+            "--run.resume, or begin anew with --run.resume never"
+        )
+    return plain
 
 
 def check_unchanged(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Any
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of the results before the work, so that nothing is lost if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{path} cannot be a folder of results ({error.strerror}): name another one") from error
+
+
 @contextmanager
 def space_for(path: Path) -> Iterator[None]:
     """A context in which something is written, and a full disk is told of in a sentence."""

@@ -15,6 +15,9 @@ from .checkpoints import Progress as RunProgress
 from .config import TrainConfig, flattened, to_plain
 from .files import replace_bytes, space_for
 
+# In metrics.jsonl, what an evaluation gave is told from what training did.
+EVALUATION_PREFIX = "eval_"
+
 
 class RunLog:
     """Everything that is written or shown while a run goes on. Only the main process speaks.
@@ -74,11 +77,22 @@ class RunLog:
             tracker.finish()
 
     def _forget_what_comes_again(self) -> None:
-        """Drop the lines of steps that a killed run had done after its last checkpoint."""
-        if not self.file.exists():
-            return
-        lines = [line for line in self.file.read_text().splitlines() if _step_of(line) <= self.first_step]
-        replace_bytes(self.file, "".join(f"{line}\n" for line in lines).encode())
+        """Drop the lines of what a killed run had done after its last checkpoint."""
+        if self.file.exists():
+            lines = [line for line in self.file.read_text().splitlines() if not self._comes_again(line)]
+            replace_bytes(self.file, "".join(f"{line}\n" for line in lines).encode())
+
+    def _comes_again(self, line: str) -> bool:
+        try:
+            content = json.loads(line)
+            step = content["step"]
+        except (ValueError, KeyError, TypeError):
+            # It was not finished.
+            return True
+        if step != self.first_step:
+            return bool(step > self.first_step)
+        is_evaluation = any(name.startswith(EVALUATION_PREFIX) for name in content)
+        return is_evaluation and self.progress.evaluated_step != step
 
     def step(self, step: int, loss: float, lr: float, seconds: float) -> None:
         """A step is done.
@@ -104,11 +118,11 @@ class RunLog:
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """An evaluation is done."""
-        self.write(step, {f"eval_{name}": value for name, value in metrics.items()})
+        self.write(step, {f"{EVALUATION_PREFIX}{name}": value for name, value in metrics.items()})
 
     def line(self, step: int, metrics: dict[str, float]) -> None:
         """Sum up where the run is."""
-        pace = (time.monotonic() - self.started) / (step - self.first_step)
+        pace = (time.monotonic() - self.started) / max(1, step - self.first_step)
         left = timedelta(seconds=round(pace * (self.total_steps - step)))
         training = " ".join(f"{name} {value:.4g}" for name, value in self.latest.items())
         evaluation = " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -127,11 +141,3 @@ class RunLog:
                 stream.write(json.dumps({"step": step, "epoch": step / self.steps_per_epoch, **values}) + "\n")
         if self.config.run.trackers:
             self.accelerator.log(values, step=step)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinite for a line that was not finished."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")

@@ -18,11 +18,11 @@ from torch import nn
 
 from .autopsy import write_autopsy
 from .checkpoints import CheckpointFolder, Progress, damage, read_progress, read_state, read_weights, set_aside
-from .config import TrainConfig, check_unchanged, require, to_plain
-from .files import replace_bytes, replace_json
+from .config import TrainConfig, check_unchanged, read_plain, require, to_plain
+from .files import make_folder, replace_bytes, replace_json
 from .log import RunLog
 from .seeding import seed_of, set_seed
-from .setup import make_accelerator, make_average, make_optimizer, make_scheduler
+from .setup import checkpoint_gradients, make_accelerator, make_average, make_optimizer, make_scheduler
 from .state import get_state, get_weights, own_weights, set_state, set_weights
 from .task import Task
 
@@ -64,14 +64,14 @@ class Trainer:
         model: Any = task.build_model()
         self.accelerator = make_accelerator(run, model)
         if run.checkpoint_gradients:
-            require(hasattr(model, "set_grad_checkpointing"), "run.checkpoint_gradients: this model cannot do so")
-            model.set_grad_checkpointing()
+            checkpoint_gradients(model)
         self.data = task.training_data(self.accelerator.process_index, self.accelerator.num_processes)
         self.steps_per_epoch = len(self.data) // run.accumulate
         self.total_batch = self.data.batch_size * self.accelerator.num_processes * run.accumulate
         require(
             self.steps_per_epoch > 0,
-            f"the training data do not fill one step of {self.total_batch} samples: choose a smaller --data.batch_size",
+            f"the training data do not fill one step of {self.total_batch} samples: choose a smaller --data.batch_size "
+            "or --run.accumulate",
         )
         optimizer = make_optimizer(model, config.optimizer, self.total_batch)
         self.scheduler, self.total_steps = make_scheduler(
@@ -97,6 +97,9 @@ class Trainer:
         batches: Iterator[Any] = iter(())
         with RunLog(self.config, self.accelerator, self.progress, self.total_steps) as log, self.stoppable():
             first = self.progress.step
+            if first > 0 and self.evaluation_is_due():
+                # The run ended before or in this evaluation.
+                self.evaluate(log)
             for step in range(first, self.total_steps):
                 started = time.monotonic()
                 epoch, index = divmod(step, self.steps_per_epoch)
@@ -104,22 +107,21 @@ class Trainer:
                     batches = self.data.batches(epoch, index * self.config.run.accumulate)
                 loss = self.train_step(step, batches)
                 self.progress.step = step + 1
+                evaluate, is_last = self.evaluation_is_due(), step + 1 == self.total_steps
                 loss, stop, save = self.agree(loss, self.stop_signal is not None, self.checkpoint_is_due())
                 log.step(step + 1, loss, self.learning_rate, time.monotonic() - started)
-                evaluated = self.evaluation_is_due()
-                if evaluated:
-                    self.evaluate()
-                    log.evaluation(step + 1, self.progress.metrics)
-                if evaluated or index + 1 == self.steps_per_epoch:
-                    log.line(step + 1, self.progress.metrics if evaluated else {})
-                if stop or save or self.progress.best_step == step + 1:
+                if stop or save or evaluate:
                     self.save()
-                if stop and step + 1 < self.total_steps:
+                if stop and not is_last:
                     raise Stopped(
                         f"stopped after step {step + 1} of {self.total_steps}: --run.resume auto (the default) "
                         f"goes on from the checkpoint in {self.output}",
                         self.stop_signal or signal.SIGTERM,
                     )
+                if evaluate:
+                    self.evaluate(log)
+                elif index + 1 == self.steps_per_epoch:
+                    log.line(step + 1, {})
         self.finish()
         return self.progress.metrics
 
@@ -155,8 +157,8 @@ class Trainer:
             self.average.update(self.bare_model, step=step)
         return total / self.config.run.accumulate
 
-    def evaluate(self) -> None:
-        """Evaluate the averaged weights, if there are any, or the weights themselves, and note it in the progress."""
+    def evaluate(self, log: RunLog) -> None:
+        """Evaluate the averaged weights, if there are any, or the weights themselves; the checkpoint is written."""
         # The bare model: DistributedDataParallel waits for processes that may have fewer batches.
         model = self.bare_model if self.average is None else self.average.module
         model.eval()
@@ -164,17 +166,22 @@ class Trainer:
         broadcast(list(model.buffers()))
         with torch.no_grad():
             metrics = self.task.evaluate(model, self.accelerator)
-        value, best = metrics[self.task.metric], self.progress.best
-        self.progress.metrics = metrics
+        step, value, best = self.progress.step, metrics[self.task.metric], self.progress.best
+        self.progress.evaluated_step, self.progress.metrics = step, metrics
         improves = best is None or (value > best if self.task.greater_is_better else value < best)
         if improves and not math.isnan(value):
-            self.progress.best, self.progress.best_step = value, self.progress.step
+            self.progress.best, self.progress.best_step = value, step
+        log.evaluation(step, metrics)
+        log.line(step, metrics)
+        if self.accelerator.is_main_process:
+            self.checkpoints.note_evaluation(self.progress)
 
     def evaluation_is_due(self) -> bool:
         """Whether an evaluation is due after this step: every so many epochs or steps, and at the end."""
         every, by_steps = self.config.run.evaluate_every, self.config.schedule.steps is not None
         interval = every if every and by_steps else (every or 1) * self.steps_per_epoch
-        return self.progress.step == self.total_steps or self.progress.step % interval == 0
+        step, is_evaluated = self.progress.step, self.progress.evaluated_step == self.progress.step
+        return not is_evaluated and (step == self.total_steps or step % interval == 0)
 
     def checkpoint_is_due(self) -> bool:
         """Whether a checkpoint is due after this step: at the end of an epoch, and within it as configured."""
@@ -198,6 +205,7 @@ class Trainer:
             former = set_aside(self.output) if choice == "never" else None
             if former:
                 warnings.warn(f"{self.output} held a run: it is now {former}", stacklevel=2)
+            make_folder(self.output)
         self.accelerator.wait_for_everyone()
         if choice not in ("auto", "never"):
             require((Path(choice) / "manifest.json").exists(), f"{choice} is no checkpoint: name a step-… folder")
@@ -205,7 +213,7 @@ class Trainer:
             require(problem is None, f"checkpoint {choice} is damaged: {problem}")
             self.resume(Path(choice))
         elif newest := self.checkpoints.newest_good():
-            check_unchanged(yaml.safe_load((self.output / "config.yaml").read_text()), config)
+            check_unchanged(read_plain(self.output / "config.yaml"), config)
             self.resume(newest)
         steps = self.accelerator.gather(torch.tensor([self.progress.step], device=self.accelerator.device))
         require(bool((steps == steps[0]).all()), f"{self.output} differs between machines: name a folder they share")

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
@@ -31,6 +31,8 @@ def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
     # Precision is shared by all accelerators of a process; a second run may want another one than the first.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
+        # Without this, several processes without a GPU would each train alone, and write over each other's results.
+        cpu=not torch.accelerator.is_available(),
         mixed_precision=run.precision,
         gradient_accumulation_steps=run.accumulate,
         log_with=list(run.trackers) or None,
@@ -49,6 +51,14 @@ def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
         "run.fsdp needs processes with a GPU each: start it with torchrun or accelerate launch, or leave it out",
     )
     return accelerator
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Have a model compute activations twice instead of keeping them. Some of timm's have a method that refuses to."""
+    try:
+        model.set_grad_checkpointing()
+    except (AttributeError, AssertionError) as error:
+        raise ValueError(f"run.checkpoint_gradients: {type(model).__name__} cannot do so, train it without") from error
 
 
 def make_fsdp_plugin(model: nn.Module) -> FullyShardedDataParallelPlugin:
@@ -71,16 +81,22 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int) 
     known = [str(name) for name in list_optimizers()]
     hint = did_you_mean(config.name, known) or "try adamw, lamb, lion or sgd"
     require(config.name.lower() in known, f"timm has no optimizer called {config.name!r}: {hint}")
+    second_order = get_optimizer_info(config.name.lower()).second_order
+    require(not second_order, f"optimizer {config.name} needs second derivatives, which are not computed: try adamw")
     options: dict[str, Any] = {"betas": config.betas, "eps": config.eps} if "adam" in config.name.lower() else {}
-    return create_optimizer_v2(
-        model,
-        opt=config.name,
-        lr=scaled(config.lr, config, total_batch),
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        layer_decay=config.layer_decay,
-        **options,
-    )
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=config.name,
+            lr=scaled(config.lr, config, total_batch),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            layer_decay=config.layer_decay,
+            **options,
+        )
+    except (AssertionError, ImportError) as error:
+        # Some of timm's optimizers want a GPU, or a package that timm does not ask for.
+        raise ValueError(f"optimizer {config.name} cannot be used here ({error}): choose another one") from error
 
 
 def make_scheduler(

@@ -32,7 +32,10 @@ def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     try:
         set_model_state_dict(model, dict[str, Any](weights), options=WHOLE)
     except RuntimeError as error:
-        raise ValueError(f"the checkpoint is of another model: {error}") from error
+        problem = " ".join(str(error).split())
+        raise ValueError(
+            f"the checkpoint is of another model ({problem[:200]}): go on with the one it was written with"
+        ) from error
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
