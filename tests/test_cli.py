@@ -2,7 +2,9 @@
 
 import errno
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +167,22 @@ def test_a_process_whose_neighbour_has_gone_says_so(monkeypatch, capsys):
     code, line = refused(capsys, "models")
     assert code == 1
     assert "another process has ended before this one: see what that one says" in line
+
+
+def test_an_error_of_the_system_is_told_in_a_sentence(monkeypatch, capsys):
+    def run(settings):
+        Path("/proc/nowhere/file").write_text("")
+
+    monkeypatch.setitem(cli.COMMANDS, "models", cli.COMMANDS["models"]._replace(run=run))
+    code, line = refused(capsys, "models")
+    assert (code, line) == (1, "error: /proc/nowhere/file cannot be used (No such file or directory): check the path")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m inlinevit models --json | head -n 1"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "[\n"
+    assert ended.stderr == ""
 
 
 def test_a_bug_is_no_mistake_of_the_user(monkeypatch):

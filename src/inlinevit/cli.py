@@ -5,6 +5,7 @@ import fnmatch
 import json
 import os
 import re
+import signal
 import sys
 import warnings
 from argparse import ArgumentError
@@ -66,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = parser.instantiate(parser.parse_args(words))
         code = COMMANDS[settings.command].run(settings[settings.command])
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough. Python must not try to write the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if os.environ.get(TRACEBACK):
             raise
@@ -99,6 +104,8 @@ def complain(error: Exception, options: list[str]) -> int:
         return say(f"error: {message}{hint(message, options)}", 2)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return say(f"error: no space left on the disk ({message}): free some and run the same command again", 1)
+    if isinstance(error, OSError) and error.errno is not None:
+        return say(f"error: {error.filename or 'a file'} cannot be used ({error.strerror}): check the path", 1)
     if isinstance(error, ValueError | OSError):
         return say(f"error: {message}", 1)
     if isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", message):

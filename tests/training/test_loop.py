@@ -291,13 +291,13 @@ def test_disk_full_at_the_end(reference: Path, tmp_path: Path) -> None:
 )
 def test_run_stops_where_numbers_are_none(tmp_path: Path, event: str, message: str) -> None:
     output = tmp_path / "run"
-    # The 8th batch is the second one of step 3.
-    with pytest.raises(Diverged, match=rf"{message}.* at step 3 \(learning rate .*, largest weight .*\): weights and"):
+    # The 8th batch is the second one of step 4.
+    with pytest.raises(Diverged, match=rf"{message}.* in step 4 \(learning rate .*, largest weight .*\): weights and"):
         make_trainer(settings(output, toy__events={"8": event})).run()
-    folder = output / "diverged-step-3-process-0"
+    folder = output / "diverged-step-4-process-0"
     report = json.loads((folder / "report.json").read_text())
-    assert report["step"] == 3
-    # Step 3 of a warm-up of 6.
+    assert report["step"] == 4
+    # The 4th step of a warm-up of 6 begins after 3.
     assert report["lr"] == pytest.approx(5e-7 + (0.02 - 5e-7) * 3 / 6)
     assert report["weights_not_finite"] == []
     assert report["batch"][0]["shape"] == [4, 6]

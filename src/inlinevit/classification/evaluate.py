@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ..training.config import require
+from ..training.files import finite, make_folder
 from ..training.state import is_sharded
 from .classifier import Classifier, open_classifier, run_config
 from .config import DataConfig
@@ -164,7 +164,7 @@ def evaluate_command(
     on_cpu = accelerator.device.type == "cpu"
     require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
     if output is not None:
-        _make_folder(Path(output))
+        make_folder(Path(output))
     with accelerator.main_process_first():
         classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size, crop_pct=crop_pct)
     data = _evaluation_data(model, data)
@@ -186,14 +186,6 @@ def evaluate_command(
             save_evaluation(outcome, classifier, facts, Path(output))
             Console(stderr=True).print(f"results are in {output}", markup=False, highlight=False)
     accelerator.end_training()
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the folder of the results before the work, so that nothing is lost if it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"{folder} cannot be a folder of results ({error.strerror}): name another one") from error
 
 
 def _evaluation_data(model: str, data: DataConfig) -> DataConfig:
@@ -238,10 +230,9 @@ def save_evaluation(outcome: Evaluation, classifier: Classifier, facts: dict[str
     from .plots import draw_confusion
 
     names = classifier.readable_classes()
-    numbers = {name: value if math.isfinite(value) else None for name, value in outcome.numbers().items()}
     content = {
         **facts,
-        **numbers,
+        **finite(outcome.numbers()),
         "images": outcome.images,
         "classes": classifier.classes,
         "per_class": outcome.per_class,

@@ -314,7 +314,7 @@ def open_source(config: DataConfig, training: bool, classes: Sequence[str] | Non
 
 def open_part(config: DataConfig, training: bool) -> ImageSource | ShardSource:
     """The images for training or for evaluation, with labels and classes just as they are found."""
-    path = config.path if training or config.eval_path is None else config.eval_path
+    path = os.path.expanduser(config.path if training or config.eval_path is None else config.eval_path)
     if path == "embedded":
         return embedded_fashion_mnist(training)
     if path.startswith("fashion-mnist:"):

@@ -1,5 +1,6 @@
 """`inlinevit demo`: softmax, linear and InLine attention side by side, in minutes, on images that need no download."""
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -83,6 +84,7 @@ def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps
     """
     is_known = data == "embedded" or data.startswith("fashion-mnist:")
     require(is_known, f"data is {data!r}: it should be embedded, or fashion-mnist:FOLDER")
+    require(os.environ.get("WORLD_SIZE", "1") == "1", "the demo runs in one process: start it without a launcher")
     require(steps > 0, f"steps is {steps}: it should be at least 1")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"Three small vision transformers, {steps} training steps each: {', '.join(ATTENTIONS)} attention.")

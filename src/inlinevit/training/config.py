@@ -91,7 +91,10 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         length = self.epochs if self.steps is None else self.steps
         require(length > 0, "schedule.epochs (or schedule.steps) should be at least 1")
-        require(0 <= self.warmup <= length, f"schedule.warmup is {self.warmup}: it should be from 0 to {length}")
+        require(
+            0 <= self.warmup <= length,
+            f"schedule.warmup is {self.warmup:g}: it should be from 0 to {length}, the length of the schedule",
+        )
         for name in ("cooldown", "min_lr", "warmup_lr"):
             value = vars(self)[name]
             require(0 <= value < inf, f"schedule.{name} is {value}: it should be finite and not negative")

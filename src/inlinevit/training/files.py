@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,11 @@ def replace_bytes(path: Path, content: bytes) -> None:
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
+
+
+def finite(values: dict[str, float]) -> dict[str, float | None]:
+    """Numbers, with None for those that JSON has no word for."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def replace_json(path: Path, value: Any) -> None:

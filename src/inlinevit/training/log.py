@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .checkpoints import Progress as RunProgress
 from .config import TrainConfig, flattened, to_plain
-from .files import replace_bytes, space_for
+from .files import finite, replace_bytes, space_for
 
 # In metrics.jsonl, what an evaluation gave is told from what training did.
 EVALUATION_PREFIX = "eval_"
@@ -138,6 +138,7 @@ class RunLog:
         """A line in metrics.jsonl, and the same to the trackers."""
         if self.accelerator.is_main_process:
             with space_for(self.file), self.file.open("a") as stream:
-                stream.write(json.dumps({"step": step, "epoch": step / self.steps_per_epoch, **values}) + "\n")
+                line = {"step": step, "epoch": step / self.steps_per_epoch, **finite(values)}
+                stream.write(json.dumps(line) + "\n")
         if self.config.run.trackers:
             self.accelerator.log(values, step=step)

@@ -19,7 +19,7 @@ from torch import nn
 from .autopsy import write_autopsy
 from .checkpoints import CheckpointFolder, Progress, damage, read_progress, read_state, read_weights, set_aside
 from .config import TrainConfig, check_unchanged, read_plain, require, to_plain
-from .files import make_folder, replace_bytes, replace_json
+from .files import finite, make_folder, replace_bytes, replace_json
 from .log import RunLog
 from .seeding import seed_of, set_seed
 from .setup import checkpoint_gradients, make_accelerator, make_average, make_optimizer, make_scheduler
@@ -143,13 +143,13 @@ class Trainer:
                 loss = self.task.loss(self.model, batch)
                 value = loss.item()
                 if not math.isfinite(value):
-                    self.give_up(step, f"the loss is {value}", batch)
+                    self.give_up(step + 1, f"the loss is {value}", batch)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients and self.config.optimizer.clip_grad is not None:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
                     # With float16, gradients may overflow now and then: the scaler sees to it.
                     if self.accelerator.scaler is None and not math.isfinite(norm):
-                        self.give_up(step, f"the norm of the gradients is {float(norm)} (loss {value:.4g})", batch)
+                        self.give_up(step + 1, f"the norm of the gradients is {float(norm)} (loss {value:.4g})", batch)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             total += value
@@ -250,16 +250,22 @@ class Trainer:
         weights = get_weights(self.model if self.average is None else self.average.module)
         if self.accelerator.is_main_process:
             replace_bytes(self.output / "model.safetensors", safetensors.torch.save(weights))
-            results = {name: vars(self.progress)[name] for name in ("step", "metrics", "best", "best_step")}
+            done = self.progress
+            results = {
+                "step": done.step,
+                "metrics": finite(done.metrics),
+                "best": done.best,
+                "best_step": done.best_step,
+            }
             replace_json(self.output / "results.json", results)
 
     def give_up(self, step: int, what: str, batch: Any) -> NoReturn:
-        """Stop where numbers are no numbers, and leave behind what is needed to look at it."""
+        """Stop in a step where numbers are no numbers, and leave behind what is needed to look at it."""
         lr = self.learning_rate
         folder = self.output / f"diverged-step-{step}-process-{self.accelerator.process_index}"
         state = write_autopsy(folder, {"what": what, "step": step, "lr": lr}, own_weights(self.bare_model), batch)
         raise Diverged(
-            f"{what} at step {step} (learning rate {lr:.3g}, {state}): weights and batch are in {folder}; try a lower "
+            f"{what} in step {step} (learning rate {lr:.3g}, {state}): weights and batch are in {folder}; try a lower "
             "learning rate, a longer warm-up or gradient clipping"
         )
 
