@@ -76,18 +76,28 @@ def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
     require(steps > 1, f"steps is {steps}: it should be at least 2, to tell how much times vary")
     with TemporaryDirectory() as folder:
         config = replace(config, run=replace(config.run, output=str(Path(folder) / "run"), resume="never"))
-        real, idle = Trainer(Classification(config), config), Trainer(WithoutModel(config), config)
+        console, numbers = Console(stderr=True), count()
         on_tensors = Trainer(Classification(config), config)
         batch = send_to_device(next(on_tensors.data.batches(0, 0)), on_tensors.accelerator.device)
+        times = take_turns(
+            {
+                "loop_on_tensors": lambda: on_tensors.train_step(next(numbers), repeat(batch)),
+                "bare_on_tensors": bare_step(config, batch),
+            },
+            rounds=steps,
+            console=console,
+        )
+        # Apart from the others, because workers that read ahead would disturb them.
+        real, idle = Trainer(Classification(config), config), Trainer(WithoutModel(config), config)
         real_batches, idle_batches = endless(real), endless(idle)
-        numbers = count()
-        rivals = {
-            "training": lambda: real.train_step(next(numbers), real_batches),
-            "data_only": lambda: idle.train_step(next(numbers), idle_batches),
-            "loop_on_tensors": lambda: on_tensors.train_step(next(numbers), repeat(batch)),
-            "bare_on_tensors": bare_step(config, batch),
-        }
-        times = take_turns(rivals, rounds=steps, console=Console(stderr=True))
+        times |= take_turns(
+            {
+                "training": lambda: real.train_step(next(numbers), real_batches),
+                "data_only": lambda: idle.train_step(next(numbers), idle_batches),
+            },
+            rounds=steps,
+            console=console,
+        )
         return LoopTimes(**{name: quartiles(seconds) for name, seconds in times.items()})
 
 
