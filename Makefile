@@ -5,10 +5,10 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format timm-suite clean
+.PHONY: help install demo test test-slow lint format bench bench-record timm-suite clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)  ## set up .venv with the pinned dependencies (PYTHON=python3.12 to choose another interpreter)
 
@@ -38,6 +38,12 @@ format: install  ## fix and format in place
 
 timm-suite: install  ## run timm's own model tests on our models (fetches timm's source archive once)
 	$(BIN)/python tools/timm_suite.py $(ARGS)
+
+bench: install  ## rewrite tables and drawings of docs/performance.md from the records in docs/performance/
+	$(BIN)/python tools/performance_page.py
+
+bench-record: install  ## measure what docs/performance/ lacks; hours (ARGS="window --again" measures that one anew)
+	$(BIN)/python tools/record_performance.py $(ARGS)
 
 clean:  ## remove caches and build output, keep .venv and runs
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

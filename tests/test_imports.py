@@ -11,7 +11,16 @@ FILES = sorted(SRC.rglob("*.py"))
 FRONT_DOOR = SRC / "__init__.py"
 
 TASKS = ("training", "classification", "detection", "segmentation", "analysis", "benchmark", "report")
-RANKS = {"ops": 0, "layers": 1, "models": 2, **dict.fromkeys(TASKS, 3), "demo": 4, "cli": 5, "__main__": 5}
+RANKS = {
+    "ops": 0,
+    "layers": 1,
+    "models": 2,
+    "inference": 2,
+    **dict.fromkeys(TASKS, 3),
+    "demo": 4,
+    "cli": 5,
+    "__main__": 5,
+}
 # The front door imports the models, so only what stands above them may import it.
 FRONT_DOOR_RANK = 3
 

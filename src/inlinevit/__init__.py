@@ -4,9 +4,10 @@ Importing this package registers its models with timm: `timm.create_model("inlin
 """
 
 from . import layers, models, ops
+from .inference import optimize_for_inference
 from .layers import InLineAttention
 from .models import load_checkpoint
 
 __version__ = "0.1.0"
 
-__all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops"]
+__all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops", "optimize_for_inference"]

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import warnings
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -49,6 +49,34 @@ class Command(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; this is what `inlinevit` on the command line calls."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        overview_parser().print_help()
+        return
+    warnings.showwarning = show_warning
+    parser: ArgumentParser | None = None
+    try:
+        if words[0] not in COMMANDS:
+            overview_parser().parse_args(words)
+            return
+        command = COMMANDS[words[0]]
+        parser = command.make_parser()
+        code = command.run(parser.instantiate(parser.parse_args(words[1:])))
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough. Python must not try to write the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        sys.exit(complain(error, options_of(parser, words[1:])))
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    if code:
+        sys.exit(code)
+
+
+def overview_parser() -> ArgumentParser:
+    """The parser for what is no command: help, version, mistakes."""
     parser = ArgumentParser(
         prog="inlinevit",
         description="Vision transformers with InLine attention.",
@@ -57,39 +85,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_on_error=False,
     )
     subcommands = parser.add_subcommands(required=True, dest="command")
-    parsers = {name: command.make_parser() if name in words[:1] else new_parser() for name, command in COMMANDS.items()}
     for name, command in COMMANDS.items():
-        subcommands.add_subcommand(name, parsers[name], help=command.help)
-    if not words:
-        parser.print_help()
-        return
-    warnings.showwarning = show_warning
-    try:
-        settings = parser.instantiate(parser.parse_args(words))
-        code = COMMANDS[settings.command].run(settings[settings.command])
-    except BrokenPipeError:
-        # Whoever reads the output has seen enough. Python must not try to write the rest at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except Exception as error:
-        if os.environ.get(TRACEBACK):
-            raise
-        sys.exit(complain(error, options_of(parsers.get(words[0]))))
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-    if code:
-        sys.exit(code)
+        subcommands.add_subcommand(name, new_parser(name), help=command.help)
+    return parser
 
 
-def new_parser(description: str = "") -> ArgumentParser:
-    """A parser that leaves it to `main` to say what is wrong."""
-    return ArgumentParser(description=description, exit_on_error=False)
+def new_parser(name: str, description: str = "") -> ArgumentParser:
+    """A parser for `inlinevit NAME` that leaves it to `main` to say what is wrong."""
+    return ArgumentParser(prog=f"inlinevit {name}", description=description, exit_on_error=False)
 
 
-def options_of(parser: ArgumentParser | None) -> list[str]:
-    """The names of a command's options: data.path, …."""
-    actions = parser._actions if parser is not None else []
-    return [option.lstrip("-") for action in actions for option in action.option_strings]
+def options_of(parser: ArgumentParser | None, words: Sequence[str]) -> list[str]:
+    """What the user could have meant in `words`: options such as data.path, or parts of the command."""
+    if parser is None:
+        return list(COMMANDS)
+    parts = parser._subcommands_action.choices if parser._subcommands_action else {}
+    if words and words[0] in parts:
+        return options_of(parts[words[0]], words[1:])
+    return [*parts, *(option.lstrip("-") for action in parser._actions for option in action.option_strings)]
 
 
 def complain(error: Exception, options: list[str]) -> int:
@@ -99,7 +112,7 @@ def complain(error: Exception, options: list[str]) -> int:
         error: What has happened.
         options: Options that the user could have meant.
     """
-    message = " ".join(str(error).split())
+    message = " ".join(str(error).split()).removesuffix(".")
     if isinstance(error, ArgumentError):
         return say(f"error: {message}{hint(message, options)}", 2)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -134,10 +147,8 @@ def hint(message: str, options: list[str]) -> str:
         folder = Path(missing[1]).parent
         near = did_you_mean(missing[1], [str(path) for path in folder.glob("*.yaml")])
         return f": {near or 'the recipes are in the folder recipes/ of the repository'}"
-    if wrong := re.search(r"(?:option '|arguments: --)([\w.]+)", message):
+    if wrong := re.search(r"(?:[Oo]ption '|arguments: --|invalid choice: ')([\w.]+)", message):
         near = did_you_mean(wrong[1], options)
-    elif wrong := re.search(r"invalid choice: '(.*?)'", message):
-        near = did_you_mean(wrong[1], COMMANDS)
     elif wrong := re.search(r"Literal\[(.*)\]\. Got value: (\S+)", message):
         near = did_you_mean(wrong[2], re.findall(r"'(.*?)'", wrong[1]))
     else:
@@ -159,7 +170,7 @@ def show_warning(
 
 def models_parser() -> ArgumentParser:
     """The arguments of `inlinevit models`."""
-    parser = new_parser("List all models with their size, cost and accuracy.")
+    parser = new_parser("models", "List all models with their size, cost and accuracy.")
     parser.add_argument("--filter", default="*", help="show the models whose name matches, such as '*swin*'")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="print JSON")
     parser.add_argument("--markdown", dest="format", action="store_const", const="markdown", help="print Markdown")
@@ -191,7 +202,7 @@ def train_parser() -> ArgumentParser:
     """The arguments of `inlinevit train`: a recipe, and the fields of ClassificationConfig."""
     from .classification.config import ClassificationConfig
 
-    parser = new_parser("Train a classifier. Options override the recipe.")
+    parser = new_parser("train", "Train a classifier. Options override the recipe.")
     parser.add_argument("--config", action="config", help="a recipe, such as recipes/inline_swin_tiny.yaml")
     parser.add_class_arguments(ClassificationConfig)
     return parser
@@ -228,7 +239,7 @@ def eval_parser() -> ArgumentParser:
     """The arguments of `inlinevit eval`: those of evaluate_command."""
     from .classification.evaluate import evaluate_command
 
-    parser = new_parser("Evaluate a classifier.")
+    parser = new_parser("eval", "Evaluate a classifier.")
     parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
     parser.add_function_arguments(evaluate_command, skip={"model"})
     return parser
@@ -245,7 +256,7 @@ def predict_parser() -> ArgumentParser:
     """The arguments of `inlinevit predict`: those of predict_command."""
     from .classification.predict import predict_command
 
-    parser = new_parser("Tell the classes of images.")
+    parser = new_parser("predict", "Tell the classes of images.")
     parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
     parser.add_argument("images", nargs="+", type=str, help="images, folders of images, or patterns such as '*.jpg'")
     parser.add_function_arguments(predict_command, skip={"model", "images"})
@@ -263,7 +274,7 @@ def demo_parser() -> ArgumentParser:
     """The arguments of `inlinevit demo`: those of its function."""
     from .demo import demo
 
-    parser = new_parser("Train softmax, linear and InLine attention side by side, and write a report.")
+    parser = new_parser("demo", "Train softmax, linear and InLine attention side by side, and write a report.")
     parser.add_function_arguments(demo)
     return parser
 
@@ -276,15 +287,46 @@ def run_demo(settings: Namespace) -> None:
 
 
 def bench_parser() -> ArgumentParser:
-    """The arguments of `inlinevit bench`: what to measure, and how."""
+    """The arguments of `inlinevit bench`: what to measure, each with options of its own."""
+    from .benchmark.studies import BENCHES
+
+    parser = new_parser("bench", "Measure speed and memory, side by side in one process.")
+    parsers = parser.add_subcommands(required=True, dest="what")
+    for name, one in BENCHES.items():
+        parsers.add_subcommand(name, bench_study_parser(name), help=one.help)
+    parsers.add_subcommand("loop", bench_loop_parser(), help="what the training loop and data loading cost")
+    return parser
+
+
+def bench_study_parser(name: str) -> ArgumentParser:
+    """The arguments of one of BENCHES: those of its own, and those that all have."""
+    from .benchmark.studies import BENCHES, OPTIONS_HELP
+
+    one = BENCHES[name]
+    parser = new_parser(f"bench {name}", f"Measure {one.help}.")
+    for option, value in one.options.items():
+        plain = " ".join(map(str, value)) if isinstance(value, list) else value
+        several: dict[str, Any] = {"nargs": "+", "type": type(value[0])} if isinstance(value, list) else {"type": int}
+        parser.add_argument(
+            f"--{option}", **several, default=SUPPRESS, help=f"{OPTIONS_HELP[option]}; {plain} by default"
+        )
+    parser.add_argument("--backward", action="store_true", help="forward and backward instead of forward alone")
+    parser.add_argument("--threads", type=int, default=SUPPRESS, help="threads of torch; as it chooses by default")
+    parser.add_argument(
+        "--rounds", type=int, default=SUPPRESS, help="how often each has its turn, at most; 50 by default"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer of all and nothing compiled, in a minute")
+    parser.add_argument("--device", type=str, default="cpu", help="cpu or cuda")
+    parser.add_argument("--output", type=str, default=None, help="folder for JSON, report and drawings")
+    parser.add_argument("--name", type=str, default=name, help="name of the files in it")
+    return parser
+
+
+def bench_loop_parser() -> ArgumentParser:
+    """The arguments of `inlinevit bench loop`."""
     from .classification.config import ClassificationConfig
 
-    parser = new_parser("Measure speed, side by side in one process.")
-    parser.add_argument(
-        "what",
-        choices=["loop"],
-        help="loop: what the training loop and data loading cost, with the model and the data of a recipe",
-    )
+    parser = new_parser("bench loop", "Measure the training loop with the model and the data of a recipe.")
     parser.add_argument("--config", action="config", help="a recipe, such as recipes/embedded.yaml")
     parser.add_argument("--steps", type=int, default=30, help="steps of each kind, taken in turns")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -293,7 +335,25 @@ def bench_parser() -> ArgumentParser:
 
 
 def bench(settings: Namespace) -> None:
-    """Measure speed."""
+    """Measure speed and memory."""
+    from .benchmark.presentation import print_results, write_report
+    from .benchmark.studies import run_bench
+    from .training.files import make_folder
+
+    options = vars(settings[settings.what])
+    if settings.what == "loop":
+        return bench_loop(settings.loop)
+    output, name = options.pop("output"), options.pop("name")
+    if output is not None:
+        make_folder(Path(output))
+    results = run_bench(settings.what, **options)
+    print_results(results, Console())
+    if output is not None:
+        print(f"the report is {write_report(results, Path(output), name)}")
+
+
+def bench_loop(settings: Namespace) -> None:
+    """Measure the training loop."""
     from .benchmark.loop import measure_loop
 
     numbers = measure_loop(to_config(settings), settings.steps).summary()

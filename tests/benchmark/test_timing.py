@@ -1,6 +1,12 @@
 """Taking turns."""
 
-from inlinevit.benchmark.timing import quartiles, take_turns
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inlinevit.benchmark import timing
+from inlinevit.benchmark.timing import FEWEST_ROUNDS, quartiles, take_turns
 
 
 def test_rivals_take_turns_and_warm_up_does_not_count():
@@ -11,5 +17,37 @@ def test_rivals_take_turns_and_warm_up_does_not_count():
     assert all(second >= 0 for seconds in times.values() for second in seconds)
 
 
+def test_patience_ends_the_rounds_but_a_few_are_always_made():
+    times = take_turns({"a": lambda: None, "b": lambda: None}, rounds=50, patience=0.0)
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": FEWEST_ROUNDS, "b": FEWEST_ROUNDS}
+
+
+def test_short_calls_are_rehearsed():
+    calls = []
+    times = take_turns({"a": lambda: calls.append("a")}, rounds=2, warmup=1, rehearse_below=9.0)
+    assert calls == ["a"] * 5
+    assert len(times["a"]) == 2
+
+
+def test_on_a_gpu_its_events_are_the_clock(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            calls.append("event")
+
+        def elapsed_time(self, end):
+            return 250.0  # milliseconds
+
+    calls = []
+    fake = SimpleNamespace(Event=Event, synchronize=lambda: calls.append("wait"))
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
+    device = torch.device("cuda")
+    times = take_turns({"a": lambda: calls.append("a")}, rounds=1, warmup=0, device=device)
+    assert times == {"a": [0.25]}
+    assert calls == ["wait", "event", "a", "event", "wait"]
+
+
 def test_quartiles():
-    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == pytest.approx((2.0, 3.0, 4.0))

@@ -1,8 +1,16 @@
 """The transformer block of all four families."""
 
+from collections.abc import Callable
+
 import torch
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
+
+from ..ops._common import needs_gradient
+from .token_mixer import is_watched
+
+# Numbers of the widest intermediate tensor that stay in a CPU's cache, and in memory that is used again at once.
+PIECE = 2**20
 
 
 class Block(nn.Module):
@@ -37,11 +45,62 @@ class Block(nn.Module):
         self.attn = attn
         self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, device=device, dtype=dtype)
+        self.hidden_dim = int(dim * mlp_ratio)
+        self.mlp = Mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        """Tokens (batch, prefix + H·W, dim) to the same, for a map of size (H, W)."""
+    def forward(self, x: Tensor, size: tuple[int, int], prefix_only: bool = False) -> Tensor:
+        """Tokens (batch, prefix + H·W, dim) to the same, for a map of size (H, W); or to the prefix tokens alone."""
+        if prefix_only:
+            prefix = x.shape[1] - size[0] * size[1]
+            return self.add_mlp(x[:, :prefix] + self.attention_branch(x, size, True))
+        if not torch.jit.is_scripting() and self.works_in_pieces(x):
+            return self.forward_in_pieces(x, size)
+        return self.add_mlp(x + self.attention_branch(x, size, False))
+
+    def attention_branch(self, x: Tensor, size: tuple[int, int], prefix_only: bool) -> Tensor:
+        """norm → attention."""
         normed = self.norm1(x)
-        x = x + self.drop_path1(self.attn(normed, size, x if self.context_before_norm else normed))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
+        context = x if self.context_before_norm else normed
+        return self.drop_path1(self.attn(normed, size, context, prefix_only))
+
+    def mlp_branch(self, x: Tensor) -> Tensor:
+        """norm → MLP."""
+        return self.drop_path2(self.mlp(self.norm2(x)))
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """norm → MLP → add."""
+        return x + self.mlp_branch(x)
+
+    @torch.jit.ignore
+    def compile_branches(self) -> None:
+        """Compile both branches; blocks of one shape share what is compiled."""
+        self.attention_branch = torch.compile(self.attention_branch)  # type: ignore[method-assign]
+        self.mlp_branch = torch.compile(self.mlp_branch)  # type: ignore[method-assign]
+
+    @torch.jit.ignore
+    def works_in_pieces(self, x: Tensor) -> bool:
+        """Whether a CPU is to compute much, and nobody will ask for what is computed on the way."""
+        return (
+            x.device.type == "cpu"
+            and not (self.training or torch.compiler.is_compiling() or torch.jit.is_tracing())
+            and x.shape[0] * x.shape[1] * self.hidden_dim > PIECE
+            and not needs_gradient(x, *self.parameters())
+            and not is_watched(self)
+        )
+
+    @torch.jit.ignore
+    def forward_in_pieces(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """The same as forward: attention over a few images at a time, the MLP over a few tokens."""
+        numbers = x.shape[0] * x.shape[1] * self.hidden_dim
+        x = add_in_pieces(x, lambda images: self.attention_branch(images, size, False), numbers)
+        return add_in_pieces(x.flatten(0, 1), self.mlp_branch, numbers).view_as(x)
+
+
+def add_in_pieces(x: Tensor, branch: Callable[[Tensor], Tensor], numbers: int) -> Tensor:
+    """x + branch(x) in equal pieces along the first dimension, for a branch that makes so many numbers at once."""
+    pieces = -(-numbers // PIECE)
+    out = torch.empty_like(x)
+    for piece, target in zip(x.chunk(pieces), out.chunk(pieces), strict=True):
+        torch.add(piece, branch(piece), out=target)
+    return out

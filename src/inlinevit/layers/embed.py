@@ -42,12 +42,25 @@ class ConvEmbed(nn.Module):
     ) -> None:
         super().__init__()
         self.stride = stride
+        # Large patches of an image, side by side, are multiplied as rows of a matrix: faster on a CPU.
+        self.patches_as_rows = kernel == stride and stride >= 8 and padding == 0 and in_chans <= 4
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding, device=device, dtype=dtype)
         self.norm = nn.LayerNorm(dim, device=device, dtype=dtype) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, in_chans, H, W) to (batch, H / stride, W / stride, dim)."""
-        return self.norm(self.proj(pad_to_multiple(x, self.stride)).permute(0, 2, 3, 1))
+        x = pad_to_multiple(x, self.stride)
+        if self.patches_as_rows:
+            return self.norm(F.linear(patch_rows(x, self.stride), self.proj.weight.flatten(1), self.proj.bias))
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+@register_notrace_function
+def patch_rows(x: Tensor, side: int) -> Tensor:
+    """Images (batch, channels, H, W) to patches (batch, H / side, W / side, channels · side · side)."""
+    batch, channels, height, width = x.shape
+    x = x.reshape(batch, channels, height // side, side, width // side, side)
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 class PatchMerging(nn.Module):
@@ -108,6 +121,8 @@ class PositionEmbedding(nn.Module):
         self.interpolation = interpolation
         table = torch.empty(1, num_prefix_tokens + grid[0] * grid[1], dim, device=device, dtype=dtype)
         self.table = nn.Parameter(table)
+        # Positions by size of the map. None = resize them anew each time, because they may change.
+        self.resized: dict[tuple[int, int], Tensor] | None = None
         self.reset_parameters()
 
     @torch.jit.ignore
@@ -117,8 +132,24 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """x (batch, prefix + H·W, dim) plus the positions of a map of this size."""
-        prefix, mode = self.num_prefix_tokens, self.interpolation
-        return x + resize_positions(self.table, self.grid, size, prefix, mode)
+        if not torch.jit.is_scripting() and self.resized is not None:
+            return x + self.keep_resized(size)
+        return x + resize_positions(self.table, self.grid, size, self.num_prefix_tokens, self.interpolation)
+
+    @torch.jit.ignore
+    def freeze(self) -> None:
+        """Resize positions but once for each size from now on: they change no more."""
+        self.table.requires_grad_(False)
+        self.resized = {}
+
+    @torch.jit.ignore
+    def keep_resized(self, size: tuple[int, int]) -> Tensor:
+        """The positions of a map of this size, resized once."""
+        assert self.resized is not None
+        if size not in self.resized:
+            prefix, mode = self.num_prefix_tokens, self.interpolation
+            self.resized[size] = resize_positions(self.table, self.grid, size, prefix, mode)
+        return self.resized[size]
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:

@@ -27,7 +27,7 @@ class LinearAttention(TokenMixer):
         factory = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.feature_map = FeatureMap(feature_map, num_heads, self.head_dim, **factory)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, windows: Windows) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """See TokenMixer.mix."""
         phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(q, windows)
         return ops.linear_attention(q, k, v, feature_map=phi, affine=affine, mask=mask)

@@ -4,12 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops
 from .layouts import Windows, take_share
 
 
 class LocalResidual(nn.Module):
-    """Dynamic depthwise 3×3 convolution of the values: r = W₂·GELU(W₁·x̄), a kernel for each window and channel.
+    """The kernels of the dynamic depthwise 3×3 convolution: r = W₂·GELU(W₁·x̄), one for each window and channel.
 
     Args:
         dim: Channels.
@@ -25,19 +24,27 @@ class LocalResidual(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.fc1 = nn.Conv1d(dim, dim, 1, groups=num_heads, device=device, dtype=dtype)
         self.fc2 = nn.Conv1d(dim, 9 * dim, 1, groups=num_heads, device=device, dtype=dtype)
 
-    def forward(self, v: Tensor, mean: Tensor, windows: Windows) -> Tensor:
-        """The residual of the windows' share of the heads, shaped as v.
+    def forward(self, mean: Tensor, windows: Windows) -> Tensor:
+        """From x̄ of each window (batch · windows, channels) to kernels (batch · windows, channels, 9).
 
-        Args:
-            v: Values (batch · windows, heads, tokens of a window, width).
-            mean: x̄ of each window (batch · windows, heads · width).
-            windows: How the map was cut.
+        The channels are those of the windows' share of the heads.
         """
-        fc1_weight, fc1_bias = take_share(self.fc1.weight, windows), take_share(self.fc1.bias, windows)
-        fc2_weight, fc2_bias = take_share(self.fc2.weight, windows), take_share(self.fc2.bias, windows)
-        hidden = F.gelu(F.conv1d(mean.unsqueeze(-1), fc1_weight, fc1_bias, groups=v.shape[1]))
-        kernels = F.conv1d(hidden, fc2_weight, fc2_bias, groups=v.shape[1])
-        return ops.local_residual(v, kernels, (windows.height, windows.width))
+        heads = self.num_heads // windows.shares
+        # Head by head: (heads, batch · windows, width).
+        x = mean.unflatten(1, (heads, -1)).transpose(0, 1)
+        x = F.gelu(by_head(x, take_share(self.fc1.weight, windows), take_share(self.fc1.bias, windows)))
+        x = by_head(x, take_share(self.fc2.weight, windows), take_share(self.fc2.bias, windows))
+        return x.transpose(0, 1).reshape(mean.shape[0], mean.shape[1], 9)
+
+
+def by_head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer a head, from (heads, batch, width) to (heads, batch, its share of weight's rows).
+
+    It takes the weights of a 1×1 convolution with as many groups, which is slow over a single token.
+    """
+    heads, _, width = x.shape
+    return torch.baddbmm(bias.view(heads, 1, -1), x, weight.view(heads, -1, width).transpose(1, 2))

@@ -50,7 +50,7 @@ class SoftmaxAttention(TokenMixer):
         if self.relative_position_bias_table is not None:
             trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, windows: Windows) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """See TokenMixer.mix. Neither padding nor tokens from beyond the seam of a shifted window are seen."""
         bias = self.relative_position_bias(windows)
         if bias is not None and q.shape[2] != bias.shape[2]:

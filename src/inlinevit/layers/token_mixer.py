@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops._common import needs_gradient, promote
+from ..ops.local import convolve_maps
 from .layouts import (
     CrossStripes,
     SquareWindows,
@@ -20,7 +22,8 @@ from .layouts import (
 class TokenMixer(nn.Module):
     """Multi-head attention over tokens on a grid: project, cut into windows, mix, merge, project.
 
-    A kind of attention is a subclass that says how the tokens of a window are mixed.
+    A kind of attention is a subclass that says how the tokens of a window are mixed (`mix`), and by which kernels their
+    neighbourhood is added, if any (`local_kernels`).
 
     Args:
         dim: Channels.
@@ -61,14 +64,13 @@ class TokenMixer(nn.Module):
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Tensor, windows: Windows) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """How this kind of attention mixes the tokens of each window.
 
         Args:
-            q: Queries (batch · windows, heads, prefix + tokens of a window, width).
-            k: Keys, as q.
-            v: Values, as q. Padding is zero.
-            context: Tokens whose mean a kind may use, not cut yet (batch, prefix + H·W, heads · width).
+            q: Queries (batch · windows, heads, queries, width): the prefix and the tokens of a window, or the prefix.
+            k: Keys (batch · windows, heads, prefix + tokens of a window, width).
+            v: Values, as k. Padding is zero.
             windows: How the map was cut; the heads are those of its share.
 
         Returns:
@@ -76,7 +78,21 @@ class TokenMixer(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, x: Tensor, size: tuple[int, int], context: Tensor | None = None) -> Tensor:
+    def local_kernels(self, context: Tensor, windows: Windows) -> Tensor | None:
+        """Kernels of a depthwise 3×3 convolution of the values that is added to the tokens of the map.
+
+        Args:
+            context: Tokens whose mean a kind may use, not cut yet (batch, prefix + H·W, channels of the share).
+            windows: How the map was cut.
+
+        Returns:
+            (batch · windows, channels of the share, 9), or None.
+        """
+        return None
+
+    def forward(
+        self, x: Tensor, size: tuple[int, int], context: Tensor | None = None, prefix_only: bool = False
+    ) -> Tensor:
         """Mix the tokens.
 
         Args:
@@ -84,30 +100,47 @@ class TokenMixer(nn.Module):
                 are taken for prefix tokens.
             size: (H, W) of the map.
             context: Tokens whose mean stands for x̄, shaped as x; x itself by default.
+            prefix_only: Whether the answer for the prefix tokens is all that is wanted.
 
         Returns:
-            (batch, prefix + H·W, dim).
+            (batch, prefix + H·W, dim), or (batch, prefix, dim).
         """
         self.check_tokens(x, size)
         if context is not None and context.shape != x.shape:
             raise ValueError(f"context must be shaped as the tokens, {x.shape}, but it is {context.shape}")
+        if prefix_only:
+            return self.proj_drop(self.proj(self.attend_prefix(x, size)))
         return self.proj_drop(self.proj(self.attend(x, size, x if context is None else context)))
 
     def attend(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
         """Everything but the output projection; shapes as in forward."""
         return self.attend_windows(x, size, context)
 
+    def attend_prefix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """The attention of the prefix tokens to all tokens; they have no neighbours."""
+        batch, tokens, _ = x.shape
+        prefix = tokens - size[0] * size[1]
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        out = self.mix(q[:, :, :prefix], k, v, self.windows_with_prefix(size, prefix)[0])
+        return out.transpose(1, 2).reshape(batch, prefix, self.dim)
+
+    def windows_with_prefix(self, size: tuple[int, int], prefix: int) -> list[Windows]:
+        """The windows of each share of the heads; prefix tokens need one that covers the map."""
+        layout = self.layout(size)
+        for windows in layout:
+            if prefix > 0 and not covers_map(windows):
+                raise ValueError(
+                    f"windows of {windows.height}×{windows.width} do not cover the map of {size[0]}×{size[1]}, "
+                    "and prefix tokens belong to no window: use the whole map, or no prefix tokens"
+                )
+        return layout
+
     def attend_windows(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
         """Attention within the windows of the layout."""
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         shares: list[Tensor] = []
-        for windows in self.layout(size):
-            if tokens > size[0] * size[1] and not covers_map(windows):
-                raise ValueError(
-                    f"windows of {windows.height}×{windows.width} do not cover the map of {size[0]}×{size[1]}, "
-                    "and prefix tokens belong to no window: use the whole map, or no prefix tokens"
-                )
+        for windows in self.windows_with_prefix(size, tokens - size[0] * size[1]):
             shares.append(self.attend_share(qkv, context, windows))
         return shares[0] if len(shares) == 1 else torch.cat(shares, dim=-1)
 
@@ -120,23 +153,38 @@ class TokenMixer(nn.Module):
         qkv = cut_windows(qkv.reshape(batch, tokens, 3 * channels), windows)
         # (batch · windows, tokens, 3 · channels) -> 3 × (batch · windows, heads, tokens, width)
         q, k, v = qkv.view(-1, qkv.shape[1], 3, heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        out = self.mix(q, k, v, windows).transpose(1, 2).reshape(-1, q.shape[2], channels)
         context = context[:, :, windows.share * channels : (windows.share + 1) * channels]
-        out = self.mix(q, k, v, context, windows)
-        if self.lepe is not None:
-            out = out + self.encode_positions(v, windows)
-        out = out.transpose(1, 2).reshape(-1, q.shape[2], channels)
+        out = self.add_neighbours(out, qkv[:, :, 2 * channels :], self.local_kernels(context, windows), windows)
         return merge_windows(out, windows)
 
-    def encode_positions(self, v: Tensor, windows: Windows) -> Tensor:
-        """LePE, shaped as v; prefix tokens get zeros."""
-        assert self.lepe is not None
-        _, heads, tokens, width = v.shape
-        prefix = tokens - windows.height * windows.width
-        x = v[:, :, prefix:].transpose(1, 2).reshape(-1, windows.height, windows.width, heads * width)
-        weight, bias = take_share(self.lepe.weight, windows), take_share(self.lepe.bias, windows)
-        x = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, padding=1, groups=heads * width)
-        x = x.permute(0, 2, 3, 1).reshape(-1, tokens - prefix, heads, width)
-        return after_prefix(x.transpose(1, 2), prefix)
+    def add_neighbours(self, out: Tensor, v: Tensor, kernels: Tensor | None, windows: Windows) -> Tensor:
+        """Add the local residual and LePE to the map, of out and v (batch · windows, prefix + tokens, channels)."""
+        if kernels is None and self.lepe is None:
+            return out
+        prefix = v.shape[1] - windows.height * windows.width
+        maps = v[:, prefix:].unflatten(1, (windows.height, windows.width))
+        if self.lepe is None:
+            assert kernels is not None
+            added = convolve_maps(promote(maps), promote(kernels))
+        else:
+            weight, bias = take_share(self.lepe.weight, windows), take_share(self.lepe.bias, windows)
+            if kernels is None:
+                added = F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=1, groups=weight.shape[0])
+                added = added.permute(0, 2, 3, 1)
+            else:
+                # The sum of two convolutions of the same map is one, by the sum of their kernels.
+                added = convolve_maps(promote(maps), promote(kernels) + promote(weight.flatten(1)), promote(bias))
+        added = added.flatten(1, 2).to(out.dtype)
+        if prefix == 0:
+            return out + added
+        if torch.jit.is_scripting():
+            return out + F.pad(added, (0, 0, prefix, 0))
+        if torch.compiler.is_compiling() or needs_gradient(out, added):
+            return out + F.pad(added, (0, 0, prefix, 0))
+        # Nobody else has seen it yet.
+        out[:, prefix:].add_(added)
+        return out
 
     def check_tokens(self, x: Tensor, size: tuple[int, int]) -> None:
         """Refuse tokens that do not fit this module or the map."""
@@ -167,12 +215,15 @@ def window_means(x: Tensor, windows: Windows) -> Tensor:
     return (means.view(-1, mask.shape[0], x.shape[2]) / share[:, None]).view(-1, x.shape[2])
 
 
-def after_prefix(x: Tensor, prefix: int) -> Tensor:
-    """x (…, tokens, width) with so many tokens of zeros before it."""
-    return F.pad(x, (0, 0, prefix, 0)) if prefix > 0 else x
-
-
 def padding_mask(q: Tensor, windows: Windows) -> Tensor | None:
     """Which tokens of q (batch · windows, heads, tokens, width) are real, (batch · windows, tokens); None if all."""
     mask = window_mask(windows, q.device)
     return None if mask is None else mask.repeat(q.shape[0] // mask.shape[0], 1)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether someone has put hooks on the module or on one within: then all of it must be called, and as a whole."""
+    return any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in module.modules()
+    )

@@ -84,6 +84,8 @@ class Backbone(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.global_pool = self._check_pool(global_pool)
         self.head = make_head(dims[-1], num_classes, device=device, dtype=dtype)
+        # Set by optimize_for_inference: in the last block, compute the class token alone if the head sees no other.
+        self.saves_last_block = False
         self.init_weights(needs_reset=False)
 
     @torch.jit.ignore
@@ -187,7 +189,18 @@ class Backbone(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (batch, in_chans, H, W) to logits (batch, num_classes)."""
+        if not torch.jit.is_scripting() and self.saves_last_block and self.global_pool == "token":
+            return self.forward_head(self.forward_class_token(x))
         return self.forward_head(self.forward_features(x))
+
+    @torch.jit.ignore
+    def forward_class_token(self, x: Tensor) -> Tensor:
+        """forward_features, but the class token alone: (batch, 1, dim)."""
+        *before, last = self.stage_list()
+        x = as_image(x, self.in_chans)
+        for stage in before:
+            x = stage(x)
+        return self.norm(last.forward_tokens(x, [], prefix_only=True)[0])
 
     @torch.jit.ignore
     def forward_intermediates(

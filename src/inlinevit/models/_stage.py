@@ -90,9 +90,15 @@ class Stage(nn.Module):
         return x, (height, width)
 
     def forward_tokens(
-        self, x: Tensor, take: list[int], last: int | None = None
+        self, x: Tensor, take: list[int], last: int | None = None, prefix_only: bool = False
     ) -> tuple[Tensor, tuple[int, int], list[Tensor]]:
-        """Run the blocks, all of them or up to the last one asked for.
+        """Run the blocks.
+
+        Args:
+            x: The map before, (batch, channels, H', W').
+            take: Blocks whose tokens are wanted.
+            last: The last block to run; all of them by default.
+            prefix_only: Whether the last block of the stage need but tell the prefix tokens.
 
         Returns:
             Tokens (batch, prefix + H·W, dim), (H, W), and the tokens after each block to take.
@@ -102,10 +108,11 @@ class Stage(nn.Module):
         for i, block in enumerate(self.blocks):
             # No break: TorchScript unrolls this loop.
             if last is None or i <= last:
+                block_prefix_only = prefix_only and i == len(self.blocks) - 1
                 if self.grad_checkpointing and not torch.jit.is_scripting():
-                    x = checkpoint(block, x, size)
+                    x = checkpoint(block, x, size, block_prefix_only)
                 else:
-                    x = block(x, size)
+                    x = block(x, size, block_prefix_only)
                 if i in take:
                     taken.append(x)
         return x, size, taken

@@ -42,6 +42,11 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether there may be a backward pass through these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the tokens of x (batch, heads, tokens, width) that mask (batch, tokens) calls padding."""
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)

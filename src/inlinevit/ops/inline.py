@@ -11,8 +11,9 @@ Weights may be negative; that is intended.
 import torch
 from torch import Tensor
 
-from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
+from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, needs_gradient, promote
 from .feature_maps import apply_feature_map, map_keys
+from .paths import Case, choose_path
 from .weights import explicit_form
 
 
@@ -24,8 +25,9 @@ def inline_attention(
     feature_map: str = "identity",
     affine: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
+    path: str | None = None,
 ) -> Tensor:
-    """InLine attention in covariance form, O(N).
+    """InLine attention, O(N).
 
     Args:
         q: Queries (batch, heads, queries, width).
@@ -35,18 +37,31 @@ def inline_attention(
         feature_map: φ, one of FEATURE_MAPS.
         affine: (A, b) of `relu_affine`.
         mask: (batch, tokens), True = real token. Padding enters no mean and no sum, whatever it holds.
+        path: How to compute it, a name of PATHS; the fastest by default. TorchScript knows the covariance form alone.
 
     Returns:
         (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
     if torch.jit.is_scripting():
-        return _covariance_form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
+        return covariance_form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
+    case = Case(
+        tokens=k.shape[2],
+        channels=k.shape[1] * k.shape[3],
+        width=k.shape[3],
+        feature_map=feature_map,
+        masked=mask is not None,
+        projected=True,
+        dtype=q.dtype,
+        device=q.device.type,
+        gradients=needs_gradient(q, k, v),
+    )
+    form = {"explicit": explicit_rows, "covariance": covariance_form}[choose_path(case, path)]
     with autocast_off(q):
-        return _covariance_form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
+        return form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
 
 
-def _covariance_form(
+def covariance_form(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,6 +70,7 @@ def _covariance_form(
     affine: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
 ) -> Tensor:
+    """v̄ + s·φ(q)·C; arguments as those of inline_attention."""
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine)
     k = map_keys(promote(k), feature_map, affine, mask)
@@ -64,8 +80,22 @@ def _covariance_form(
     v_mean = v.sum(dim=-2, keepdim=True) / count
     # Both sides are centred before they are multiplied, so nothing large cancels. Padding must be zero again then.
     k = hide_padding(k - k_mean, mask)
-    covariance = k.transpose(-2, -1) @ ((v - v_mean) * (scale / count))
-    return (v_mean + q @ covariance).to(dtype)
+    covariance = (k.transpose(-2, -1) @ (v - v_mean)) * (scale / count)
+    return (q @ covariance + v_mean).to(dtype)
+
+
+def explicit_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    feature_map: str,
+    affine: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """The rows times the values; arguments as those of inline_attention."""
+    weights = inline_weights(promote(q), promote(k), scale=scale, feature_map=feature_map, affine=affine, mask=mask)
+    return (weights @ hide_padding(promote(v), mask)).to(q.dtype)
 
 
 @explicit_form("inline")

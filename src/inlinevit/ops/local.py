@@ -1,9 +1,13 @@
 """The local residual: a dynamic depthwise 3×3 convolution, with a kernel for each image and channel."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import promote
+from ._common import autocast_off, needs_gradient, promote
+
+# From so many tokens on, a CPU convolves one map after the other faster than all of them at once.
+LARGE_MAP = 1024
 
 
 def local_residual(v: Tensor, kernels: Tensor, size: tuple[int, int]) -> Tensor:
@@ -25,14 +29,88 @@ def local_residual(v: Tensor, kernels: Tensor, size: tuple[int, int]) -> Tensor:
         raise ValueError(f"{tokens} tokens do not make a map of {height}×{breadth}: pass the size of the token grid")
     if kernels.numel() != 9 * batch * heads * width:
         raise ValueError(f"expected 9 numbers for each of {batch}×{heads}×{width} channels, but got {kernels.shape}")
-    # (9, batch, 1, 1, channels): each tap is spread over the map.
-    taps = promote(kernels).reshape(batch, heads * width, 9).permute(2, 0, 1).contiguous()[:, :, None, None]
-    # Channels last: (batch, H, W, channels), a border of zeros around it.
-    padded = F.pad(promote(v).transpose(1, 2).reshape(batch, height, breadth, heads * width), (0, 0, 1, 1, 1, 1))
-    # Nine shifted copies, each scaled by its tap. A grouped convolution (groups = batch × channels) would freeze the
-    # batch size in exported graphs.
-    out = padded[:, :height, :breadth] * taps[0]
+    maps = promote(v).transpose(1, 2).reshape(batch, height, breadth, heads * width)
+    out = convolve_maps(maps, promote(kernels).reshape(batch, heads * width, 9))
+    return out.view(batch, tokens, heads, width).transpose(1, 2).to(v.dtype)
+
+
+def convolve_maps(maps: Tensor, kernels: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The local residual of maps that lie channels last in memory.
+
+    Args:
+        maps: (batch, H, W, channels).
+        kernels: (batch, channels, 9).
+        bias: (channels), added to all tokens.
+
+    Returns:
+        (batch, H, W, channels).
+    """
+    if torch.jit.is_scripting():
+        return shift_padded(maps, kernels, bias)
+    with autocast_off(maps):
+        return FORMS[choose_form(maps, kernels)](maps, kernels, bias)
+
+
+def choose_form(maps: Tensor, kernels: Tensor) -> str:
+    """The name of the fastest form."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or maps.device.type == "meta" or maps.shape[0] == 0:
+        return "padded"
+    if maps.device.type == "cuda":
+        return "grouped"
+    if maps.device.type != "cpu" or maps.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return "padded"
+    if maps.shape[0] == 1 or maps.shape[1] * maps.shape[2] >= LARGE_MAP:
+        return "one by one"
+    return "grouped" if needs_gradient(maps, kernels) else "in place"
+
+
+def convolve_one_by_one(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
+    """A depthwise convolution for each image."""
+    channels = maps.shape[3]
+    convolved = [
+        F.conv2d(one.permute(0, 3, 1, 2), kernel.view(channels, 1, 3, 3), bias, padding=1, groups=channels)
+        for one, kernel in zip(maps.split(1), kernels.unbind(0), strict=True)
+    ]
+    return (convolved[0] if len(convolved) == 1 else torch.cat(convolved)).permute(0, 2, 3, 1).contiguous()
+
+
+def convolve_grouped(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
+    """One depthwise convolution whose channels are those of all images."""
+    batch, height, width, channels = maps.shape
+    weight = kernels.reshape(batch * channels, 1, 3, 3)
+    side_by_side = maps.permute(0, 3, 1, 2).reshape(1, batch * channels, height, width)
+    out = F.conv2d(side_by_side, weight, None if bias is None else bias.repeat(batch), 1, 1, groups=batch * channels)
+    return out.view(batch, channels, height, width).permute(0, 2, 3, 1).contiguous()
+
+
+def shift_in_place(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
+    """Nine shifted maps, each scaled by its tap, added into one."""
+    height, width = maps.shape[1:3]
+    taps = kernels.permute(2, 0, 1).contiguous()[:, :, None, None]
+    out = maps * taps[4] if bias is None else torch.addcmul(bias, maps, taps[4])
+    for tap in (0, 1, 2, 3, 5, 6, 7, 8):
+        down, right = tap // 3 - 1, tap % 3 - 1
+        there = maps[:, max(0, down) : height + min(0, down), max(0, right) : width + min(0, right)]
+        here = out[:, max(0, -down) : height + min(0, -down), max(0, -right) : width + min(0, -right)]
+        here.addcmul_(there, taps[tap])
+    return out
+
+
+def shift_padded(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
+    """The same from a map with a border of zeros: a form that compilers fuse, and that fits any batch when exported."""
+    height, width = maps.shape[1], maps.shape[2]
+    taps = kernels.permute(2, 0, 1).contiguous()[:, :, None, None]
+    padded = F.pad(maps, (0, 0, 1, 1, 1, 1))
+    out = padded[:, :height, :width] * taps[0]
     for tap in range(1, 9):
         row, column = tap // 3, tap % 3
-        out.addcmul_(padded[:, row : row + height, column : column + breadth], taps[tap])
-    return out.view(batch, tokens, heads, width).transpose(1, 2).to(v.dtype)
+        out.addcmul_(padded[:, row : row + height, column : column + width], taps[tap])
+    return out if bias is None else out + bias
+
+
+FORMS = {
+    "one by one": convolve_one_by_one,
+    "grouped": convolve_grouped,
+    "in place": shift_in_place,
+    "padded": shift_padded,
+}

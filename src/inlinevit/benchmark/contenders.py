@@ -1,0 +1,145 @@
+"""What can be measured: attention layers on square grids, and any of timm's models."""
+
+from collections.abc import Sequence
+from math import isqrt
+from typing import Any
+
+import timm
+import torch
+import yaml
+from torch import Tensor, nn
+
+from ..layers import InLineAttention, LinearAttention, SoftmaxAttention, TokenMixer
+from ..layers.inline_attention import PATHS
+from ..training.config import did_you_mean, require
+from .measure import Contender, Turn, draw_input, draw_weights
+
+# Images are measured at multiples of the coarsest stride that models usually have.
+STRIDE = 32
+
+
+class OnGrid(nn.Module):
+    """An attention layer on square maps of one size."""
+
+    def __init__(self, layer: TokenMixer, side: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (batch, side², dim) to the same."""
+        return self.layer(x, (self.side, self.side))
+
+
+class Projections(nn.Module):
+    """The four projections of an attention layer and nothing between them."""
+
+    def __init__(self, layer: TokenMixer) -> None:
+        super().__init__()
+        self.qkv = layer.qkv
+        self.proj = layer.proj
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (batch, tokens, dim) to q, k and v in one and to as many tokens."""
+        return self.qkv(x), self.proj(x)
+
+
+def layer_turns(tokens: Sequence[int], dim: int, heads: int, batch: int) -> list[Turn]:
+    """InLine attention by each path and by its own choice, its projections alone, linear and softmax attention.
+
+    Args:
+        tokens: Numbers of tokens, each a square.
+        dim: Channels.
+        heads: Heads.
+        batch: Maps of a call.
+    """
+    for count in tokens:
+        side = isqrt(max(count, 1))
+        require(side**2 == count, f"{count} tokens make no square map: {side**2} or {(side + 1) ** 2} would")
+    for name, value in {"dim": dim, "heads": heads, "batch": batch}.items():
+        require(value > 0, f"{name} is {value}: it should be at least 1")
+    require(dim % heads == 0, f"dim is {dim} and heads is {heads}: heads should divide dim")
+
+    def contender(name: str, kind: type[TokenMixer], count: int, path: str | None = None) -> Contender:
+        def make(device: torch.device) -> tuple[nn.Module, Tensor]:
+            layer = kind(dim, heads, device=device)
+            draw_weights(layer)
+            if isinstance(layer, InLineAttention):
+                layer.path = path
+            module = Projections(layer) if name == "projections" else OnGrid(layer, isqrt(count))
+            return module, draw_input(batch, count, dim, device=device)
+
+        is_inline = name.startswith("InLine")
+        return Contender(name, count, make, kin="InLine" if is_inline else "", is_optional=path is not None)
+
+    return [
+        Turn(
+            f"{count:,} tokens",
+            batch,
+            [
+                contender("projections", InLineAttention, count),
+                contender("InLine", InLineAttention, count),
+                *(contender(f"InLine, {path}", InLineAttention, count, path) for path in PATHS),
+                contender("linear", LinearAttention, count),
+                contender("softmax", SoftmaxAttention, count),
+            ],
+        )
+        for count in tokens
+    ]
+
+
+def model_turns(models: Sequence[str], sizes: Sequence[int], batches: Sequence[int]) -> list[Turn]:
+    """Models against each other: a turn for each size and batch.
+
+    Args:
+        models: NAME or NAME:OPTION=VALUE,OPTION=VALUE, as timm.create_model knows them.
+        sizes: Sides of the images.
+        batches: Images of a call.
+    """
+    return [
+        Turn(f"{size}², batch {batch}", batch, [model_contender(model, size, batch) for model in models])
+        for batch in batches
+        for size in sizes
+    ]
+
+
+def model_contender(text: str, size: int, batch: int) -> Contender:
+    """A model to be measured on random images; see model_turns()."""
+    name, options = parse_model(text)
+    lower = max(size // STRIDE, 1) * STRIDE
+    remedy = f"{lower} or {lower + STRIDE} would be"
+    require(size > 0 and size % STRIDE == 0, f"size {size} is no multiple of {STRIDE}: {remedy}")
+    require(batch > 0, f"batch is {batch}: it should be at least 1")
+
+    def make(device: torch.device) -> tuple[nn.Module, Tensor]:
+        model = draw_weights(create_model(name, options, size)).to(device)
+        return model, draw_input(batch, 3, size, size, device=device)
+
+    return Contender(text, size, make)
+
+
+def parse_model(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME:OPTION=VALUE,OPTION=VALUE as a name that timm knows and options."""
+    name, _, words = text.partition(":")
+    if not timm.is_model(name):
+        near = did_you_mean(name, timm.list_models())
+        raise ValueError(f"timm knows no model {name!r}: {near or 'timm.list_models() lists those it knows'}")
+    options: dict[str, Any] = {}
+    for word in words.split(",") if words else []:
+        option, equals, value = word.partition("=")
+        require(bool(option and equals), f"{word!r} in {text!r} is no option: write NAME:OPTION=VALUE,OPTION=VALUE")
+        options[option] = yaml.safe_load(value)
+    return name, options
+
+
+def create_model(name: str, options: dict[str, Any], size: int) -> nn.Module:
+    """A model of timm's for images of a size, whether it must be told of the size or not."""
+    try:
+        try:
+            return timm.create_model(name, img_size=size, **options)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            return timm.create_model(name, **options)
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"{name} cannot be made with {options} for images of {size}² ({error})") from error

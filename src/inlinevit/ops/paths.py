@@ -1,0 +1,86 @@
+"""The ways to compute InLine attention, and which of them is taken where. All of them give the same answer."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Case(NamedTuple):
+    """What the choice depends on.
+
+    Attributes:
+        tokens: Keys of each window.
+        channels: Width of all heads together.
+        width: Width of a head.
+        feature_map: φ.
+        masked: Whether some tokens are padding.
+        projected: Whether q, k and v are made already. If not, the tokens and the weights that make them are at hand.
+        dtype: Of the tokens.
+        device: Where they are, such as "cpu".
+        gradients: Whether there will be a backward pass.
+    """
+
+    tokens: int
+    channels: int
+    width: int
+    feature_map: str
+    masked: bool
+    projected: bool
+    dtype: torch.dtype
+    device: str
+    gradients: bool
+
+
+class Path(NamedTuple):
+    """A way to compute InLine attention.
+
+    Attributes:
+        possible: Whether it can be taken at all.
+        pays: Whether it is the fastest.
+    """
+
+    possible: Callable[[Case], bool]
+    pays: Callable[[Case], bool]
+
+
+# In this order: the first that is possible and pays is taken. `docs/performance.md` has the figures.
+PATHS = {
+    # Neither q nor k is made: the tokens meet the key-value covariance, taken back to them by the weights of q and k.
+    # Fewer products and copies where tokens are many. Half precision would lose digits on the way.
+    "folded": Path(
+        possible=lambda case: not case.projected and not case.masked and case.feature_map == "identity",
+        pays=lambda case: (
+            case.tokens >= 2 * case.channels
+            and case.dtype in (torch.float32, torch.float64)
+            # Nothing is computed on "meta": there the nominal cost is counted, that of the covariance form.
+            and case.device != "meta"
+        ),
+    ),
+    # The tokens × tokens matrix, where it is smaller than a width × width one.
+    "explicit": Path(
+        possible=lambda case: True,
+        pays=lambda case: case.tokens < case.width and not case.masked and case.device != "meta",
+    ),
+    # The queries meet the key-value covariance.
+    "covariance": Path(possible=lambda case: True, pays=lambda case: True),
+}
+
+
+def choose_path(case: Case, forced: str | None = None) -> str:
+    """The name of the path for this case.
+
+    Args:
+        case: What is to be computed.
+        forced: Take this one; it must be possible.
+    """
+    if forced is None:
+        return next(name for name, path in PATHS.items() if path.possible(case) and path.pays(case))
+    if forced not in PATHS:
+        raise ValueError(f"unknown path {forced!r}: choose one of {', '.join(PATHS)}")
+    if not PATHS[forced].possible(case):
+        raise ValueError(
+            f"path {forced!r} is not possible here: it needs a layer's tokens and weights rather than q, k and v, "
+            "feature_map='identity', and one window that covers the whole map"
+        )
+    return forced

@@ -1,0 +1,85 @@
+"""What `inlinevit bench` measures."""
+
+import inspect
+import re
+
+import pytest
+
+from inlinevit.benchmark import machine, studies
+from inlinevit.benchmark.measure import MODES
+from inlinevit.benchmark.studies import BENCHES, FAMILIES, OPTIONS_HELP, published_top1, run_bench
+from inlinevit.models.catalog import CATALOG
+
+TINY = "inline_deit_tiny:embed_dim=16,depth=1,num_heads=2,num_classes=5"
+
+
+@pytest.fixture(autouse=True)
+def small_matrices(monkeypatch):
+    """Products that take no time."""
+    monkeypatch.setattr(machine, "GEMM_SIDE", 8)
+
+
+@pytest.mark.parametrize("what", BENCHES)
+def test_defaults_make_turns(what):
+    bench = BENCHES[what]
+    for options in (bench.options, {**bench.options, **bench.quick}):
+        own = {name: value for name, value in options.items() if name != "modes"}
+        assert set(own) == set(inspect.signature(bench.make_turns).parameters)
+        turns = bench.make_turns(**own)
+        assert len({turn.title for turn in turns}) == len(turns)
+        assert all(turn.contenders for turn in turns)
+        assert set(options["modes"]) <= set(MODES)
+    assert set(bench.quick) <= set(bench.options) <= set(OPTIONS_HELP)
+
+
+def test_every_published_inline_model_is_in_a_family():
+    models = [model for pairs in FAMILIES.values() for pair in pairs for model in pair if model]
+    assert len(models) == len(set(models))
+    for name, facts in CATALOG.items():
+        if facts.top1 is not None and not name.endswith("_384"):
+            assert name in models
+    assert all(70 < published_top1(model) < 86 for model in models)
+
+
+def test_models_are_compared_at_the_size_of_their_accuracy():
+    turns = studies.accuracy_turns(["deit"], [1])
+    sizes = {contender.name: contender.size for turn in turns for contender in turn.contenders}
+    expected = {
+        "inline_deit_tiny": 224,
+        "deit_tiny_patch16_224": 224,
+        "inline_deit_small": 288,
+        "inline_deit_base": 448,
+    }
+    assert sizes == expected
+
+
+def test_the_window_study_has_one_turn_for_all():
+    (turn,) = studies.window_turns([14, 7], [1])
+    assert [contender.name for contender in turn.contenders] == [
+        "inline_swin_tiny:window_size=14",
+        "inline_swin_tiny:window_size=7",
+        "swin_tiny_patch4_window7_224:window_size=14",
+        "swin_tiny_patch4_window7_224:window_size=7",
+    ]
+
+
+def test_options_override_what_is_quick_and_that_the_defaults():
+    results = run_bench("model", quick=True, models=[TINY], sizes=[32], threads=1, rounds=2, modes=["eager"])
+    assert results.settings["rounds"] == 2
+    assert [one.batch for one in results.measurements] == BENCHES["model"].quick["batches"]
+    assert {(one.name, one.size, one.mode) for one in results.measurements} == {(TINY, 32, "eager")}
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "message"),
+    [
+        ("model", {"modes": ["egaer"]}, "there is no mode 'egaer': did you mean eager?"),
+        ("accuracy", {"families": ["swim"]}, "there is no family 'swim': did you mean swin?"),
+        ("accuracy", {"families": ["resnet"]}, "choose among deit, pvt, swin, cswin"),
+        ("window", {"windows": [0]}, "window is 0: it should be at least 1"),
+        ("scaling", {"sizes": [100]}, "size 100 is no multiple of 32: 96 or 128 would be"),
+    ],
+)
+def test_wrong_options_are_refused(what, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_bench(what, **options)

@@ -1,0 +1,56 @@
+"""Make the measurements of docs/performance.md: python tools/record_performance.py [NAME ...] [--again].
+
+Each is a command of its own. What docs/performance/ has already is kept, so that an interrupted recording goes on where
+it was, unless --again is given. `make bench` then puts the records into the page.
+"""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "docs" / "performance"
+RAW = ROOT / "runs" / "performance"
+
+BENCH = "-m inlinevit bench"
+COMMANDS = {
+    "layer": f"{BENCH} layer",
+    "layer-batch-8": f"{BENCH} layer --batch 8 --tokens 49 196 576 1600 4096",
+    "resolution": f"{BENCH} resolution",
+    "window": f"{BENCH} window",
+    "pvt": f"{BENCH} model --models inline_pvt_small pvt_small --sizes 224 512",
+    "revision": "tools/against_revision.py",
+    "revision-training": "tools/against_revision.py --backward",
+    "training": f"{BENCH} model --backward --sizes 224 --batches 8",
+    "scaling": f"{BENCH} scaling",
+    "accuracy": f"{BENCH} accuracy",
+}
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(COMMANDS)}; all by default")
+    parser.add_argument("--again", action="store_true", help="measure even what is there")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in COMMANDS]
+    if unknown:
+        parser.error(f"there is no measurement {unknown[0]!r}: choose among {', '.join(COMMANDS)}")
+    for name in options.names or COMMANDS:
+        record = RECORDS / f"{name}.json"
+        if record.exists() and not options.again:
+            print(f"{name}: kept")
+            continue
+        words = [*shlex.split(COMMANDS[name]), "--threads", str(options.threads), "--output", str(RAW), "--name", name]
+        print(f"{name}: {shlex.join(['python', *words])}", flush=True)
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+        RECORDS.mkdir(parents=True, exist_ok=True)
+        shutil.copy(RAW / record.name, record)
+
+
+if __name__ == "__main__":
+    main()
