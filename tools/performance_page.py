@@ -6,10 +6,9 @@ What docs/performance/NAME.json holds goes between <!-- NAME --> and <!-- /NAME 
 <!-- machine --> and <!-- /machine -->. The rest of the page is left as it is.
 """
 
-import re
 from pathlib import Path
 
-from inlinevit.benchmark.presentation import draw, machine_markdown, markdown, read_results, write_svg
+from inlinevit.benchmark.presentation import draw, machine_markdown, markdown, put_between, read_results, write_svg
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 
@@ -34,14 +33,6 @@ def rewritten(page: str, records: list[Path]) -> str:
         picture = f"{path.parent.name}/{path.stem}.svg"
         page = put_between(page, path.stem, markdown(read_results(path)[0], picture))
     return put_between(page, "machine", machine_markdown({path.stem: read_results(path) for path in records}))
-
-
-def put_between(page: str, name: str, content: str) -> str:
-    """The page with other content between the marks of a name."""
-    marks = re.compile(rf"(?<=<!-- {re.escape(name)} -->\n).*?(?=<!-- /{re.escape(name)} -->)", re.DOTALL)
-    if len(marks.findall(page)) != 1:
-        raise ValueError(f"the page should have <!-- {name} --> and, below it, <!-- /{name} -->, once each")
-    return marks.sub(lambda _: f"\n{content}\n", page)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ COMMANDS = {
     "layer-batch-8": f"{BENCH} layer --batch 8 --tokens 49 196 576 1600 4096",
     "resolution": f"{BENCH} resolution",
     "window": f"{BENCH} window",
-    "pvt": f"{BENCH} model --models inline_pvt_small pvt_small --sizes 224 512",
+    "pvt": f"{BENCH} model --models inline_pvt_small pvt_small --sizes 224 512 --batches 1",
     "revision": "tools/against_revision.py",
     "revision-training": "tools/against_revision.py --backward",
     "training": f"{BENCH} model --backward --sizes 224 --batches 8",
     "scaling": f"{BENCH} scaling",
-    "accuracy": f"{BENCH} accuracy",
+    "accuracy": f"{BENCH} accuracy --modes eager",
 }
 
 
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(COMMANDS)}; all by default")
     parser.add_argument("--again", action="store_true", help="measure even what is there")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--rounds", type=int, default=20, help="how often each has its turn, at most")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in COMMANDS]
     if unknown:
@@ -45,7 +46,8 @@ def main() -> None:
         if record.exists() and not options.again:
             print(f"{name}: kept")
             continue
-        words = [*shlex.split(COMMANDS[name]), "--threads", str(options.threads), "--output", str(RAW), "--name", name]
+        words = [*shlex.split(COMMANDS[name]), "--threads", str(options.threads), "--rounds", str(options.rounds)]
+        words += ["--output", str(RAW), "--name", name]
         print(f"{name}: {shlex.join(['python', *words])}", flush=True)
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
         RECORDS.mkdir(parents=True, exist_ok=True)

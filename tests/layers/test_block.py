@@ -42,3 +42,44 @@ def test_drop_path_drops_whole_images_in_training_alone():
 
 def test_no_drop_path_no_module():
     assert isinstance(Block(InLineAttention(8, 2), 8).drop_path1, nn.Identity)
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("before", [False, True])
+def test_pieces_make_the_whole(monkeypatch, randomise, kind, before):
+    """Several images and several tokens at a time, and one that is larger than a piece."""
+    block = randomise(Block(kind(8, 2), 8, context_before_norm=before)).eval().requires_grad_(False)
+    x = torch.randn(5, 1 + 20, 8, dtype=torch.float64)
+    kept = x.clone()
+    monkeypatch.setattr("inlinevit.layers.block.PIECE", 2**40)
+    whole = block(x, (4, 5))
+    assert not block.works_in_pieces(x)
+    for piece in (1, 100, 1000, 1500):
+        monkeypatch.setattr("inlinevit.layers.block.PIECE", piece)
+        assert block.works_in_pieces(x)
+        torch.testing.assert_close(block(x, (4, 5)), whole, rtol=0, atol=1e-12)
+    assert torch.equal(x, kept)
+
+
+def test_no_pieces_where_someone_needs_what_is_in_between(monkeypatch):
+    monkeypatch.setattr("inlinevit.layers.block.PIECE", 1)
+    block, x = Block(InLineAttention(8, 2), 8), torch.randn(2, 20, 8)
+    assert not block.works_in_pieces(x)
+    with torch.no_grad():
+        assert not block.works_in_pieces(x)
+        block.eval()
+        assert block.works_in_pieces(x)
+        seen = []
+        handle = block.mlp.fc1.register_forward_hook(lambda module, arguments, output: seen.append(output.shape))
+        block(x, (4, 5))
+        assert seen == [(2, 20, 32)]
+        handle.remove()
+        assert block.works_in_pieces(x)
+    assert not block.works_in_pieces(x)
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_the_prefix_alone_is_the_prefix(randomise, kind):
+    block = randomise(Block(kind(8, 2), 8)).eval()
+    x = torch.randn(2, 3 + 20, 8, dtype=torch.float64)
+    torch.testing.assert_close(block(x, (4, 5), True), block(x, (4, 5))[:, :3], rtol=0, atol=1e-12)

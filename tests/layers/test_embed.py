@@ -163,3 +163,30 @@ def test_script(size):
         torch.testing.assert_close(torch.jit.script(module)(image), module(image))
     tokens, embedding = torch.randn(1, size[0] * size[1], 3), positions((4, 4))
     torch.testing.assert_close(torch.jit.script(embedding)(tokens, size), embedding(tokens, size))
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+@pytest.mark.parametrize("kernel", [8, 16])
+def test_large_patches_are_those_of_the_convolution(in_chans, kernel):
+    embed = ConvEmbed(in_chans, 12, kernel=kernel, stride=kernel).double()
+    assert embed.patches_as_rows
+    x = torch.randn(2, in_chans, 33, 40, dtype=torch.float64, requires_grad=True)
+    out = embed(x)
+    embed.patches_as_rows = False
+    expected = embed(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    leaves = [x, *embed.parameters()]
+    cotangent = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, leaves, cotangent)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, cotangent), rtol=0, atol=1e-10)
+
+
+def test_frozen_positions_are_resized_once():
+    positions = PositionEmbedding(4, (3, 3), num_prefix_tokens=1)
+    x = torch.randn(1, 1 + 20, 4)
+    expected = positions(x, (4, 5))
+    positions.freeze()
+    assert torch.equal(positions(x, (4, 5)), expected)
+    first = positions.keep_resized((4, 5))
+    assert positions.keep_resized((4, 5)) is first
+    assert torch.equal(positions(torch.zeros(1, 10, 4), (3, 3)), positions.table)

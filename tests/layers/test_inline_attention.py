@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from inlinevit import ops
-from inlinevit.layers import InLineAttention, LinearAttention, SquareWindows
+from inlinevit.layers import CrossStripes, InLineAttention, LinearAttention, SquareWindows
+from inlinevit.ops.paths import PATHS
 
 
 def test_shifted_windows_see_across_the_seam():
@@ -58,3 +59,95 @@ def test_prefix_tokens_get_no_residual(randomise):
     difference = with_residual(x, (4, 4)) - without(x, (4, 4))
     torch.testing.assert_close(difference[:, :2], torch.zeros(1, 2, 8, dtype=torch.float64), rtol=0, atol=1e-12)
     assert torch.all(difference[:, 2:].abs().sum(dim=-1) > 1e-3)
+
+
+FOLDED = {
+    "plain": {},
+    "no bias": {"qkv_bias": False},
+    "no residual": {"local_residual": False},
+    "LePE": {"lepe": True},
+    "LePE alone": {"lepe": True, "local_residual": False},
+    "covering windows": {"layout": SquareWindows(8, shifted=True)},
+    "covering stripes": {"layout": CrossStripes(8)},
+}
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+@pytest.mark.parametrize("options", FOLDED.values(), ids=FOLDED)
+def test_folded_is_the_slow_reference(randomise, reference, options, prefix):
+    mixer = randomise(InLineAttention(8, 2, path="folded", **options))
+    x = torch.randn(2, prefix + 35, 8, dtype=torch.float64, requires_grad=True)
+    context = torch.randn_like(x)
+    for given in (None, context):
+        out, expected = mixer(x, (5, 7), given), reference(mixer, x, (5, 7), given)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+        cotangent = torch.randn_like(out)
+        leaves = [x, *mixer.parameters()]
+        # Parameters that one of them does not need have no gradient: the key's bias drops out.
+        folded = torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)
+        slow = torch.autograd.grad(expected, leaves, cotangent, allow_unused=True, materialize_grads=True)
+        torch.testing.assert_close(folded, slow, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mean", [0, 100])
+def test_folded_survives_tokens_with_large_means(randomise, mean):
+    mixer = randomise(InLineAttention(32, 4))
+    x = torch.randn(2, 400, 32, dtype=torch.float64) + mean * torch.randn(32, dtype=torch.float64)
+    mixer.path = "covariance"
+    expected = mixer(x, (20, 20))
+    mixer.float().path = "folded"
+    error = (mixer(x.float(), (20, 20)).double() - expected).abs().max() / expected.abs().max()
+    assert error < 2e-5
+
+
+def test_all_paths_agree_without_gradients(randomise):
+    """In place and in float32, as they are used."""
+    mixer, x = randomise(InLineAttention(16, 2)).float().requires_grad_(False), torch.randn(3, 1 + 1024, 16)
+    kept = x.clone()
+    answers = []
+    for path in (*PATHS, None):
+        mixer.path = path
+        answers.append(mixer(x, (32, 32)))
+    for answer in answers:
+        torch.testing.assert_close(answer, answers[0], rtol=0, atol=1e-4)
+    assert torch.equal(x, kept)
+
+
+def test_the_layer_folds_where_it_can():
+    mixer, x = InLineAttention(8, 2), torch.randn(1, 64, 8)
+    assert mixer.choose_path(x, (8, 8)) == "folded"
+    assert mixer.choose_path(x[:, :9], (3, 3)) == "covariance"
+    assert mixer.choose_path(x[:, :2], (1, 2)) == "explicit"
+    assert InLineAttention(8, 2, feature_map="relu").choose_path(x, (8, 8)) == "covariance"
+    assert InLineAttention(8, 2, layout=SquareWindows(4, shifted=False)).choose_path(x, (8, 8)) == "covariance"
+    assert InLineAttention(8, 2, layout=CrossStripes(2)).choose_path(x, (8, 8)) == "covariance"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mixer.choose_path(x, (8, 8)) == "covariance"
+
+
+def test_a_projection_that_is_more_than_its_weights_is_called():
+    """Adapters and hooks on qkv must be felt."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    x = torch.randn(1, 64, 8)
+    adapted = InLineAttention(8, 2)
+    adapted.qkv = Adapted(8, 24)
+    assert adapted.choose_path(x, (8, 8)) == "covariance"
+    adapted.path = "folded"
+    with pytest.raises(ValueError, match="'folded' is not possible here"):
+        adapted(x, (8, 8))
+    seen = []
+    hooked = InLineAttention(8, 2)
+    handle = hooked.qkv.register_forward_hook(lambda module, arguments, output: seen.append(output))
+    hooked(x, (8, 8))
+    assert len(seen) == 1
+    handle.remove()
+    assert hooked.choose_path(x, (8, 8)) == "folded"
+
+
+def test_an_unknown_path_is_refused():
+    with pytest.raises(ValueError, match="unknown path 'quick': choose one of"):
+        InLineAttention(8, 2, path="quick")(torch.randn(1, 64, 8), (8, 8))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from inlinevit import ops
 from inlinevit.layers import CrossStripes, SoftmaxAttention, SquareWindows
-from inlinevit.layers.softmax_attention import hidden_pairs
+from inlinevit.layers.softmax_attention import hidden_pairs, kept_hidden_pairs
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
@@ -129,3 +129,14 @@ def test_hidden_pairs(slots, may_see, size, shifted):
     if hidden is not None:
         # An unpadded, unshifted axis needs no mask of its own: (windows or 1, 1, tokens, tokens)
         assert torch.equal(hidden.squeeze(1).expand_as(expected), expected)
+
+
+def test_masks_are_made_once_and_serve_training_after_inference():
+    mixer, x = SoftmaxAttention(8, 2, layout=SquareWindows(3, shifted=True)), torch.randn(2, 49, 8)
+    kept_hidden_pairs.cache_clear()
+    with torch.inference_mode():
+        expected = mixer(x, (7, 7))
+    out = mixer(x, (7, 7))
+    out.sum().backward()
+    torch.testing.assert_close(out, expected)
+    assert (kept_hidden_pairs.cache_info().misses, kept_hidden_pairs.cache_info().hits) == (1, 1)

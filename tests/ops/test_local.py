@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inlinevit import ops
+from inlinevit.ops.local import FORMS, choose_form
 
 SIZES = [(1, 1), (1, 5), (5, 1), (2, 3), (7, 7), (4, 9)]
 
@@ -79,3 +80,65 @@ def test_tokens_that_make_no_map_are_refused():
     v, kernels = draw((2, 3))
     with pytest.raises(ValueError, match=r"6 tokens do not make a map of 2×4.*pass the size"):
         ops.local_residual(v, kernels, (2, 4))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_form_is_the_same(form, with_bias, size, batch):
+    v, kernels = draw(size, batch)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True) if with_bias else None
+    maps = v.transpose(1, 2).reshape(batch, *size, 6)
+    out = FORMS[form](maps, kernels.view(batch, 6, 9), bias)
+    expected = grouped_convolution(v, kernels, size).transpose(1, 2).reshape(batch, *size, 6)
+    expected = expected if bias is None else expected + bias
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    if form == "in place":
+        return
+    leaves = [leaf for leaf in (v, kernels, bias) if leaf is not None]
+    cotangent = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, leaves, cotangent)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, cotangent), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("batch", "side", "gradients", "form"),
+    [
+        (1, 7, False, "one by one"),
+        (1, 7, True, "one by one"),
+        (2, 32, True, "one by one"),
+        (2, 31, False, "in place"),
+        (2, 31, True, "grouped"),
+        (0, 7, True, "padded"),
+    ],
+)
+def test_the_form_that_is_chosen_on_a_cpu(batch, side, gradients, form):
+    maps, kernels = torch.zeros(batch, side, side, 4), torch.zeros(batch, 4, 9, requires_grad=gradients)
+    assert choose_form(maps, kernels) == form
+    with torch.no_grad():
+        assert choose_form(maps.double(), kernels.double()) == "padded"
+        assert choose_form(maps.to("meta"), kernels.to("meta")) == "padded"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_float32_agrees_with_float64(batch):
+    """Through the forms that float32 alone takes."""
+    for size in [(8, 8), (33, 32)]:
+        v, kernels = draw(size, batch)
+        expected = ops.local_residual(v, kernels, size)
+        with torch.no_grad():
+            out = ops.local_residual(v.float(), kernels.float(), size)
+        torch.testing.assert_close(out.double(), expected.detach(), rtol=0, atol=2e-5)
+        with_gradients = ops.local_residual(v.float(), kernels.float(), size)
+        torch.testing.assert_close(with_gradients.double(), expected, rtol=0, atol=2e-5)
+        single = torch.autograd.grad(with_gradients.square().sum(), (v, kernels))
+        double = torch.autograd.grad(expected.square().sum(), (v, kernels))
+        torch.testing.assert_close(single, double, rtol=1e-5, atol=1e-3)
+
+
+def test_autocast_does_not_round():
+    v, kernels = (x.detach().float() for x in draw((8, 8), 1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ops.local_residual(v, kernels, (8, 8))
+    assert torch.equal(out, ops.local_residual(v, kernels, (8, 8)))

@@ -1,6 +1,7 @@
 """Results as tables, drawings, reports and Markdown. All of them are made from what the JSON file holds."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from math import log
@@ -397,3 +398,11 @@ def machine_markdown(records: Mapping[str, tuple[Results, dict[str, Any]]]) -> s
         )
     headings = ("record", "date", "machine", "GiB", "threads", "load before", "GEMM GFLOP/s", "versions")
     return markdown_table(Table(headings, rows, "")) + "\n"
+
+
+def put_between(page: str, name: str, content: str) -> str:
+    """The page with other content between the marks of a name."""
+    marks = re.compile(rf"(?<=<!-- {re.escape(name)} -->\n).*?(?=<!-- /{re.escape(name)} -->)", re.DOTALL)
+    if len(marks.findall(page)) != 1:
+        raise ValueError(f"the page should have <!-- {name} --> and, below it, <!-- /{name} -->, once each")
+    return marks.sub(lambda _: f"\n{content}\n", page)

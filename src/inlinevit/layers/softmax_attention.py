@@ -1,5 +1,6 @@
 """Softmax attention as a module: with relative positions for Swin, with reduced keys and values for PVT."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -107,6 +108,16 @@ def relative_positions(length: int, device: torch.device) -> Tensor:
 
 def hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
     """Which tokens a query must not see: (windows, 1, tokens, tokens), True = hidden; None if it sees all."""
+    if torch.jit.is_scripting():
+        return find_hidden_pairs(windows, device)
+    # Compilers keep no masks, and fake modes make none that could be kept.
+    if torch.compiler.is_compiling() or type(torch.empty(0, device=device)) is not Tensor:
+        return find_hidden_pairs(windows, device)
+    return kept_hidden_pairs(windows, device)
+
+
+def find_hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
+    """Which tokens a query must not see: (windows, 1, tokens, tokens), True = hidden; None if it sees all."""
     real, neighbours = window_mask(windows, device), shift_mask(windows, device)
     if real is None and neighbours is None:
         return None
@@ -118,3 +129,11 @@ def hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
         seen = seen & neighbours
     # Every token sees itself: without it, a row of padding might see nothing and turn to NaN.
     return ~(seen | torch.eye(tokens, dtype=torch.bool, device=device)).unsqueeze(1)
+
+
+@lru_cache(maxsize=16)
+def kept_hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
+    """find_hidden_pairs, made once for each way to cut a map."""
+    # A mask that was made in inference mode could not be used in training later.
+    with torch.inference_mode(False):
+        return find_hidden_pairs(windows, device)
