@@ -16,7 +16,6 @@ CASE = Case(
     projected=False,
     dtype=torch.float32,
     device="cpu",
-    gradients=False,
 )
 
 
@@ -50,7 +49,6 @@ def test_half_precision_rounds_the_result_alone(path, dtype):
     ("changes", "path"),
     [
         ({}, "folded"),
-        ({"gradients": True}, "folded"),
         ({"dtype": torch.float64}, "folded"),
         ({"device": "cuda"}, "folded"),
         ({"tokens": 384}, "folded"),

@@ -53,7 +53,7 @@ class Conditions:
     threads: int = field(default_factory=torch.get_num_threads)
     rounds: int = 50
     patience: float = 30.0
-    longest_call: float = 15.0
+    longest_call: float = 30.0
     device: str = "cpu"
     backward: bool = False
 

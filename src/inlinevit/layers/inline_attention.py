@@ -8,7 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._common import autocast_off, needs_gradient
+from ..ops._common import autocast_off
 from ..ops.paths import PATHS, Case, choose_path
 from .feature_map import FeatureMap
 from .layouts import Windows, covers_map
@@ -83,7 +83,6 @@ class InLineAttention(TokenMixer):
             projected=type(self.qkv) is not nn.Linear or is_watched(self.qkv) or not one_window,
             dtype=torch.get_autocast_dtype(device) if autocast else x.dtype,
             device=device,
-            gradients=needs_gradient(x, self.qkv.weight),
         )
         return choose_path(case, self.path)
 

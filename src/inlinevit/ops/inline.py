@@ -11,7 +11,7 @@ Weights may be negative; that is intended.
 import torch
 from torch import Tensor
 
-from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, needs_gradient, promote
+from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
 from .feature_maps import apply_feature_map, map_keys
 from .paths import Case, choose_path
 from .weights import explicit_form
@@ -54,7 +54,6 @@ def inline_attention(
         projected=True,
         dtype=q.dtype,
         device=q.device.type,
-        gradients=needs_gradient(q, k, v),
     )
     form = {"explicit": explicit_rows, "covariance": covariance_form}[choose_path(case, path)]
     with autocast_off(q):

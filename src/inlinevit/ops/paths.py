@@ -18,7 +18,6 @@ class Case(NamedTuple):
         projected: Whether q, k and v are made already. If not, the tokens and the weights that make them are at hand.
         dtype: Of the tokens.
         device: Where they are, such as "cpu".
-        gradients: Whether there will be a backward pass.
     """
 
     tokens: int
@@ -29,7 +28,6 @@ class Case(NamedTuple):
     projected: bool
     dtype: torch.dtype
     device: str
-    gradients: bool
 
 
 class Path(NamedTuple):
