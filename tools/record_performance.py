@@ -17,15 +17,13 @@ RAW = ROOT / "runs" / "performance"
 
 BENCH = "-m inlinevit bench"
 COMMANDS = {
-    "layer": f"{BENCH} layer",
-    "layer-batch-8": f"{BENCH} layer --batch 8 --tokens 49 196 576 1600 4096",
     "resolution": f"{BENCH} resolution",
-    "window": f"{BENCH} window",
+    "window": f"{BENCH} window --windows 56 7",
     "pvt": f"{BENCH} model --models inline_pvt_small pvt_small --sizes 224 512 --batches 1",
+    "layer": f"{BENCH} layer --tokens 196 576 1600 4096 16384",
     "revision": "tools/against_revision.py",
-    "revision-training": "tools/against_revision.py --backward",
-    "training": f"{BENCH} model --backward --sizes 224 --batches 8",
-    "scaling": f"{BENCH} scaling",
+    "revision-training": "tools/against_revision.py --backward --modes eager",
+    "scaling": f"{BENCH} scaling --sizes 224 448 1024 2048 --modes eager",
     "accuracy": f"{BENCH} accuracy --modes eager",
 }
 
@@ -36,7 +34,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(COMMANDS)}; all by default")
     parser.add_argument("--again", action="store_true", help="measure even what is there")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--rounds", type=int, default=20, help="how often each has its turn, at most")
+    parser.add_argument("--rounds", type=int, default=10, help="how often each has its turn, at most")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in COMMANDS]
     if unknown:
