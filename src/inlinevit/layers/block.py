@@ -1,12 +1,14 @@
 """The transformer block of all four families."""
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 
 from ..ops._common import needs_gradient
+from .local_mlp import LocalMlp
 from .token_mixer import is_watched
 
 # Numbers of the widest intermediate tensor that stay in a CPU's cache, and in memory that is used again at once.
@@ -24,7 +26,11 @@ class Block(nn.Module):
         drop_path: Rate of stochastic depth.
         norm_eps: eps of the LayerNorms.
         context_before_norm: Whether x̄ of the local residual is the mean of the block's input (CSWin), or of its norm.
+        local_mlp: Whether the MLP has a convolution between its layers.
     """
+
+    # Final, so that TorchScript sees but the MLP that there is.
+    mlp_is_local: Final[bool]
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         norm_eps: float = 1e-5,
         context_before_norm: bool = False,
+        local_mlp: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -46,17 +53,19 @@ class Block(nn.Module):
         self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
         self.hidden_dim = int(dim * mlp_ratio)
-        self.mlp = Mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)
+        self.mlp_is_local = local_mlp
+        mlp = LocalMlp if local_mlp else Mlp
+        self.mlp = mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, size: tuple[int, int], prefix_only: bool = False) -> Tensor:
         """Tokens (batch, prefix + H·W, dim) to the same, for a map of size (H, W); or to the prefix tokens alone."""
         if prefix_only:
             prefix = x.shape[1] - size[0] * size[1]
-            return self.add_mlp(x[:, :prefix] + self.attention_branch(x, size, True))
+            return self.add_mlp(x[:, :prefix] + self.attention_branch(x, size, True), (0, 0))
         if not torch.jit.is_scripting() and self.works_in_pieces(x):
             return self.forward_in_pieces(x, size)
-        return self.add_mlp(x + self.attention_branch(x, size, False))
+        return self.add_mlp(x + self.attention_branch(x, size, False), size)
 
     def attention_branch(self, x: Tensor, size: tuple[int, int], prefix_only: bool) -> Tensor:
         """norm → attention."""
@@ -64,13 +73,15 @@ class Block(nn.Module):
         context = x if self.context_before_norm else normed
         return self.drop_path1(self.attn(normed, size, context, prefix_only))
 
-    def mlp_branch(self, x: Tensor) -> Tensor:
-        """norm → MLP."""
+    def mlp_branch(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """norm → MLP, for tokens of which H·W are a map of size (H, W)."""
+        if self.mlp_is_local:
+            return self.drop_path2(self.mlp(self.norm2(x), size))
         return self.drop_path2(self.mlp(self.norm2(x)))
 
-    def add_mlp(self, x: Tensor) -> Tensor:
+    def add_mlp(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """norm → MLP → add."""
-        return x + self.mlp_branch(x)
+        return x + self.mlp_branch(x, size)
 
     @torch.jit.ignore
     def compile_branches(self) -> None:
@@ -94,7 +105,10 @@ class Block(nn.Module):
         """The same as forward: attention over a few images at a time, the MLP over a few tokens."""
         numbers = x.shape[0] * x.shape[1] * self.hidden_dim
         x = add_in_pieces(x, lambda images: self.attention_branch(images, size, False), numbers)
-        return add_in_pieces(x.flatten(0, 1), self.mlp_branch, numbers).view_as(x)
+        if self.mlp_is_local:
+            return add_in_pieces(x, lambda images: self.mlp_branch(images, size), numbers)
+        # Tokens one by one: the size of the map does not matter.
+        return add_in_pieces(x.flatten(0, 1), lambda tokens: self.mlp_branch(tokens, size), numbers).view_as(x)
 
 
 def add_in_pieces(x: Tensor, branch: Callable[[Tensor], Tensor], numbers: int) -> Tensor:

@@ -132,9 +132,13 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """x (batch, prefix + H·W, dim) plus the positions of a map of this size."""
+        return x + self.at(size)
+
+    def at(self, size: tuple[int, int]) -> Tensor:
+        """The positions of a map of this size, (1, prefix + H·W, dim)."""
         if not torch.jit.is_scripting() and self.resized is not None:
-            return x + self.keep_resized(size)
-        return x + resize_positions(self.table, self.grid, size, self.num_prefix_tokens, self.interpolation)
+            return self.keep_resized(size)
+        return resize_positions(self.table, self.grid, size, self.num_prefix_tokens, self.interpolation)
 
     @torch.jit.ignore
     def freeze(self) -> None:

@@ -31,6 +31,8 @@ class InLineAttention(TokenMixer):
         **options: Those of TokenMixer.
     """
 
+    own_options = ("feature_map", "local_residual", "path")
+
     def __init__(
         self,
         dim: int,
@@ -55,6 +57,14 @@ class InLineAttention(TokenMixer):
         # "folded" is a path from the tokens; for a prefix alone, q, k and v are made even so.
         path = None if self.path == "folded" else self.path
         return ops.inline_attention(q, k, v, feature_map=phi, affine=affine, mask=mask, path=path)
+
+    @torch.jit.unused
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
+    ) -> Tensor:
+        """See TokenMixer.rows."""
+        phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(k, windows)
+        return ops.inline_weights(q, k, feature_map=phi, affine=affine, mask=mask, seen=seen)
 
     def local_kernels(self, context: Tensor, windows: Windows) -> Tensor | None:
         """See TokenMixer.local_kernels."""
@@ -111,8 +121,6 @@ class InLineAttention(TokenMixer):
             if bias_q is not None:
                 constant = v_mean + (bias_q.unsqueeze(1) @ covariance).view(batch, 1, dim)
             out = torch.baddbmm(constant, x, fold)
-            if self.local_residual is None and self.lepe is None:
-                return out
             kernels = None
             if self.local_residual is not None:
                 kernels = self.local_residual(mean if context is x else context.mean(dim=1), windows)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from timm.layers import register_notrace_module
 from torch import Tensor
 
@@ -22,6 +23,8 @@ class LinearAttention(TokenMixer):
         **options: Those of TokenMixer.
     """
 
+    own_options = ("feature_map",)
+
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **options: Any) -> None:
         super().__init__(dim, num_heads, **options)
         factory = {"device": options.get("device"), "dtype": options.get("dtype")}
@@ -29,5 +32,13 @@ class LinearAttention(TokenMixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """See TokenMixer.mix."""
-        phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(q, windows)
+        phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(k, windows)
         return ops.linear_attention(q, k, v, feature_map=phi, affine=affine, mask=mask)
+
+    @torch.jit.unused
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
+    ) -> Tensor:
+        """See TokenMixer.rows."""
+        phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(k, windows)
+        return ops.linear_weights(q, k, feature_map=phi, affine=affine, mask=mask, seen=seen)

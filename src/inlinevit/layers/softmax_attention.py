@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from .. import ops
 from .embed import ConvEmbed
 from .layouts import WholeMap, Windows, shift_mask, window_mask
-from .token_mixer import TokenMixer
+from .token_mixer import Share, TokenMixer
 
 
 @register_notrace_module
@@ -23,11 +23,21 @@ class SoftmaxAttention(TokenMixer):
         num_heads: Heads; they divide the channels.
         relative_window: Learn a bias for each relative position in a window of this size (Swin); 0 = none.
         reduction: Take keys and values from the map made this many times smaller, by a strided convolution (PVT).
+        unit_queries: Give queries unit length first. The map is not injective; this is an experiment.
         **options: Those of TokenMixer.
     """
 
+    own_options = ("unit_queries",)
+
     def __init__(
-        self, dim: int, num_heads: int, *, relative_window: int = 0, reduction: int = 1, **options: Any
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        relative_window: int = 0,
+        reduction: int = 1,
+        unit_queries: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(dim, num_heads, **options)
         windowed = relative_window > 0 or not isinstance(self.layout, WholeMap)
@@ -38,6 +48,7 @@ class SoftmaxAttention(TokenMixer):
             )
         factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.relative_window = relative_window
+        self.unit_queries = unit_queries
         self.relative_position_bias_table: nn.Parameter | None = None
         if relative_window > 0:
             table = torch.empty((2 * relative_window - 1) ** 2, num_heads, **factory)
@@ -53,15 +64,42 @@ class SoftmaxAttention(TokenMixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """See TokenMixer.mix. Neither padding nor tokens from beyond the seam of a shifted window are seen."""
+        return ops.softmax_attention(self.map_queries(q), k, v, bias=self.score_bias(q, windows))
+
+    @torch.jit.unused
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
+    ) -> Tensor:
+        """See TokenMixer.rows."""
+        bias = None
+        # Keys of a reduced map have neither positions nor windows.
+        if self.reduce is None and (bias := self.score_bias(k, windows)) is not None:
+            bias = bias[:, :, first : first + q.shape[2]]
+        return ops.softmax_weights(self.map_queries(q), k, bias=bias, seen=seen)
+
+    @torch.jit.unused
+    def shares(self, x: Tensor, size: tuple[int, int], context: Tensor) -> list[Share]:
+        """See TokenMixer.shares."""
+        if self.reduce is None:
+            return TokenMixer.shares(self, x, size, context)
+        q, k, v = self.project_reduced(x, size)
+        return [Share(q, k, v, self.layout(size)[0], None, None)]
+
+    def map_queries(self, q: Tensor) -> Tensor:
+        """The queries whose scores are taken."""
+        return F.normalize(q, dim=-1) if self.unit_queries else q
+
+    def score_bias(self, q: Tensor, windows: Windows) -> Tensor | None:
+        """What is added to the scores of queries (batch · windows, heads, tokens, width): positions, -inf if hidden."""
         bias = self.relative_position_bias(windows)
         if bias is not None and q.shape[2] != bias.shape[2]:
             raise ValueError("prefix tokens have no relative position: use relative_window=0 where they are")
         hidden = hidden_pairs(windows, q.device)
-        if hidden is not None:
-            # (windows, heads or 1, tokens, tokens), for each image
-            bias = torch.zeros_like(hidden, dtype=q.dtype) if bias is None else bias.to(q.dtype)
-            bias = bias.masked_fill(hidden, float("-inf")).repeat(q.shape[0] // hidden.shape[0], 1, 1, 1)
-        return ops.softmax_attention(q, k, v, bias=bias)
+        if hidden is None:
+            return bias
+        # (windows, heads or 1, tokens, tokens), for each image
+        bias = torch.zeros_like(hidden, dtype=q.dtype) if bias is None else bias.to(q.dtype)
+        return bias.masked_fill(hidden, float("-inf")).repeat(q.shape[0] // hidden.shape[0], 1, 1, 1)
 
     def attend(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
         """See TokenMixer.attend."""
@@ -69,6 +107,11 @@ class SoftmaxAttention(TokenMixer):
 
     def attend_reduced(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """Attention of all tokens to the tokens of the reduced map."""
+        q, k, v = self.project_reduced(x, size)
+        return ops.softmax_attention(self.map_queries(q), k, v).transpose(1, 2).reshape(x.shape)
+
+    def project_reduced(self, x: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (batch, heads, tokens, width), keys and values (batch, heads, tokens of the reduced map, width)."""
         assert self.reduce is not None
         batch, tokens, dim = x.shape
         if tokens > size[0] * size[1]:
@@ -79,7 +122,7 @@ class SoftmaxAttention(TokenMixer):
         kv = F.linear(reduced, weight[dim:], None if bias is None else bias[dim:])
         q = q.view(batch, tokens, self.num_heads, self.head_dim).transpose(1, 2)
         k, v = kv.view(batch, reduced.shape[1], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        return ops.softmax_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, dim)
+        return q, k, v
 
     def relative_position_bias(self, windows: Windows) -> Tensor | None:
         """The bias of each pair of tokens in a window, (1, heads, tokens, tokens)."""

@@ -1,5 +1,7 @@
 """What all attention modules share: the projections, the way through the windows, LePE."""
 
+from typing import ClassVar, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,11 +21,31 @@ from .layouts import (
 )
 
 
+class Share(NamedTuple):
+    """What one share of the heads computes with.
+
+    Attributes:
+        q: Queries (batch · windows, heads, queries, width).
+        k: Keys (batch · windows, heads, tokens, width).
+        v: Values, as k. Padding is zero.
+        windows: How the map was cut.
+        kernels: A depthwise convolution of the values that is added, (batch · windows, channels, side · side); or None.
+        bias: What is added to each channel along with it, (channels); or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    windows: Windows
+    kernels: Tensor | None
+    bias: Tensor | None
+
+
 class TokenMixer(nn.Module):
     """Multi-head attention over tokens on a grid: project, cut into windows, mix, merge, project.
 
-    A kind of attention is a subclass that says how the tokens of a window are mixed (`mix`), and by which kernels their
-    neighbourhood is added, if any (`local_kernels`).
+    A kind of attention is a subclass that says how the tokens of a window are mixed (`mix`, and written out `rows`), and
+    by which kernels their neighbourhood is added, if any (`local_kernels`, `fixed_kernels`).
 
     Args:
         dim: Channels.
@@ -34,6 +56,11 @@ class TokenMixer(nn.Module):
         proj_drop: Dropout after the output projection.
         num_prefix_tokens: Tokens before the map (class tokens). By default as many as there are beyond H·W.
     """
+
+    # Options of a kind of its own that models pass on (their `attention_options`).
+    own_options: ClassVar[tuple[str, ...]] = ()
+    # Whether the MLPs of its blocks have a convolution.
+    wants_local_mlp: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -78,6 +105,26 @@ class TokenMixer(nn.Module):
         """
         raise NotImplementedError
 
+    @torch.jit.unused
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
+    ) -> Tensor:
+        """What `mix` does to the values, written out: mix(q, k, v, windows) is rows(q, k, v, windows) @ v.
+
+        Args:
+            q: Some of the queries, in order.
+            k: See mix.
+            v: See mix.
+            windows: See mix.
+            seen: Which tokens each query may see, broadcastable to (batch · windows, heads, queries, tokens), True =
+                seen; all by default. A row is as if the others were not there.
+            first: The first query's place among the tokens.
+
+        Returns:
+            (batch · windows, heads, queries, tokens).
+        """
+        raise NotImplementedError
+
     def local_kernels(self, context: Tensor, windows: Windows) -> Tensor | None:
         """Kernels of a depthwise 3×3 convolution of the values that is added to the tokens of the map.
 
@@ -89,6 +136,15 @@ class TokenMixer(nn.Module):
             (batch · windows, channels of the share, 9), or None.
         """
         return None
+
+    def fixed_kernels(self, windows: Windows) -> tuple[Tensor, Tensor] | None:
+        """A learned depthwise convolution of the values that is added to the tokens of the map: LePE, if it is wanted.
+
+        Returns:
+            Kernels (channels of the share, 1, side, side) and bias (channels of the share), or None.
+        """
+        lepe = self.lepe
+        return None if lepe is None else (take_share(lepe.weight, windows), take_share(lepe.bias, windows))
 
     def forward(
         self, x: Tensor, size: tuple[int, int], context: Tensor | None = None, prefix_only: bool = False
@@ -146,11 +202,9 @@ class TokenMixer(nn.Module):
 
     def attend_share(self, qkv: Tensor, context: Tensor, windows: Windows) -> Tensor:
         """One share of the heads: qkv (batch, tokens, 3, all heads, width) to (batch, tokens, its channels)."""
-        batch, tokens = qkv.shape[:2]
         heads = self.num_heads // windows.shares
         channels = heads * self.head_dim
-        qkv = qkv[:, :, :, windows.share * heads : (windows.share + 1) * heads]
-        qkv = cut_windows(qkv.reshape(batch, tokens, 3 * channels), windows)
+        qkv = self.cut_share(qkv, windows)
         # (batch · windows, tokens, 3 · channels) -> 3 × (batch · windows, heads, tokens, width)
         q, k, v = qkv.view(-1, qkv.shape[1], 3, heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         out = self.mix(q, k, v, windows).transpose(1, 2).reshape(-1, q.shape[2], channels)
@@ -158,19 +212,46 @@ class TokenMixer(nn.Module):
         out = self.add_neighbours(out, qkv[:, :, 2 * channels :], self.local_kernels(context, windows), windows)
         return merge_windows(out, windows)
 
+    def cut_share(self, qkv: Tensor, windows: Windows) -> Tensor:
+        """The heads of one share: (batch, tokens, 3, all heads, width) to (batch · windows, tokens, 3 · channels)."""
+        heads = self.num_heads // windows.shares
+        qkv = qkv[:, :, :, windows.share * heads : (windows.share + 1) * heads]
+        return cut_windows(qkv.reshape(qkv.shape[0], qkv.shape[1], -1), windows)
+
+    @torch.jit.unused
+    def shares(self, x: Tensor, size: tuple[int, int], context: Tensor) -> list[Share]:
+        """What each share of the heads computes with, for whoever wants to look inside; arguments as in forward."""
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
+        found = []
+        for windows in self.windows_with_prefix(size, tokens - size[0] * size[1]):
+            cut = self.cut_share(qkv, windows)
+            q, k, v = cut.view(*cut.shape[:2], 3, -1, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+            channels = self.dim // windows.shares
+            context_share = context[:, :, windows.share * channels : (windows.share + 1) * channels]
+            kernels, bias = self.local_kernels(context_share, windows), None
+            if (fixed := self.fixed_kernels(windows)) is not None:
+                weight, bias = fixed
+                weight = weight.flatten(1).expand(q.shape[0], -1, -1)
+                kernels = weight if kernels is None else kernels + weight
+            found.append(Share(q, k, v, windows, kernels, bias))
+        return found
+
     def add_neighbours(self, out: Tensor, v: Tensor, kernels: Tensor | None, windows: Windows) -> Tensor:
-        """Add the local residual and LePE to the map, of out and v (batch · windows, prefix + tokens, channels)."""
-        if kernels is None and self.lepe is None:
+        """Add the convolutions of the values, of out and v (batch · windows, prefix + tokens, channels), to the map."""
+        fixed = self.fixed_kernels(windows)
+        if kernels is None and fixed is None:
             return out
         prefix = v.shape[1] - windows.height * windows.width
         maps = v[:, prefix:].unflatten(1, (windows.height, windows.width))
-        if self.lepe is None:
+        if fixed is None:
             assert kernels is not None
             added = convolve_maps(promote(maps), promote(kernels))
         else:
-            weight, bias = take_share(self.lepe.weight, windows), take_share(self.lepe.bias, windows)
+            weight, bias = fixed
             if kernels is None:
-                added = F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=1, groups=weight.shape[0])
+                padding, groups = weight.shape[2] // 2, weight.shape[0]
+                added = F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups)
                 added = added.permute(0, 2, 3, 1)
             else:
                 # The sum of two convolutions of the same map is one, by the sum of their kernels.

@@ -1,5 +1,6 @@
 """The models. Importing this registers them with timm."""
 
+from . import rival_deit
 from ._backbone import Backbone
 from ._checkpoint import load_checkpoint
 from ._stage import attention_by_stage
@@ -16,4 +17,5 @@ __all__ = [
     "InLineSwin",
     "attention_by_stage",
     "load_checkpoint",
+    "rival_deit",
 ]

@@ -8,6 +8,7 @@ from timm.layers import global_pool_nlc, register_notrace_function, trunc_normal
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ..layers import PositionEmbedding
 from ._checkpoint import load_checkpoint
 from ._stage import Stage, grid_of, tokens_to_map
 
@@ -116,7 +117,13 @@ class Backbone(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Parameters with more than one dimension that are not to decay (timm leaves out vectors by itself)."""
-        suffixes = ("class_token", "positions.table", "relative_position_bias_table")
+        suffixes = (
+            "class_token",
+            "positions.table",
+            "relative_position_bias_table",
+            "feature_map.bias",
+            "attn.spread",
+        )
         return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
 
     @torch.jit.ignore
@@ -143,8 +150,9 @@ class Backbone(nn.Module):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Keep learned positions for another input size from now on. Inputs of any size work without this, too."""
         for stage, reduction in zip(self.stage_list(), self.reductions, strict=True):
-            if stage.positions is not None:
-                stage.positions.set_grid(grid_of(img_size, reduction))
+            for module in stage.modules():
+                if isinstance(module, PositionEmbedding):
+                    module.set_grid(grid_of(img_size, reduction))
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

@@ -1,6 +1,6 @@
 """Stages: an embedding, then blocks, whose attention is named by words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -134,13 +134,24 @@ def grid_of(img_size: int | tuple[int, int], reduction: int) -> tuple[int, int]:
     return -(-height // reduction), -(-width // reduction)
 
 
+def check_attention_options(given: Mapping[str, Any], words: Sequence[Sequence[str]]) -> None:
+    """Refuse options that none of the attentions named by the words has."""
+    known = {option for stage in words for word in stage for option in ATTENTIONS[word].own_options}
+    for name in given:
+        if name not in known:
+            kinds = " and ".join(sorted({word for stage in words for word in stage}))
+            choice = f"choose of {', '.join(sorted(known))}" if known else "leave it out"
+            raise ValueError(f"{kinds} attention has no option {name!r} in attention_options: {choice}")
+
+
 def make_stages(
     make_embed: Callable[[int], nn.Module],
-    make_attention: Callable[[type[TokenMixer], int, int], TokenMixer],
+    make_attention: Callable[[type[TokenMixer], int, int, dict[str, Any]], TokenMixer],
     *,
     dims: Sequence[int],
     depths: Sequence[int],
     attention: str | Sequence[StageAttention],
+    attention_options: Mapping[str, Any] | None,
     mlp_ratios: Sequence[float],
     proj_drop_rate: float,
     drop_path_rate: float,
@@ -155,10 +166,12 @@ def make_stages(
 
     Args:
         make_embed: From a stage's number to its embedding.
-        make_attention: From the kind of attention, the stage's number and the block's number in it to the attention.
+        make_attention: From the kind of attention, the stage's number, the block's number in it and the kind's own
+            options to the attention.
         dims: Channels of each stage.
         depths: Blocks of each stage.
         attention: See attention_by_stage.
+        attention_options: Options of the attentions' own; each gets those that it has.
         mlp_ratios: Width of the MLPs of each stage, in channels.
         proj_drop_rate: Dropout in MLPs.
         drop_path_rate: Stochastic depth of the last block; it grows from 0 in the first.
@@ -168,19 +181,26 @@ def make_stages(
         class_token: Whether the last stage has a class token.
     """
     words = attention_by_stage(attention, depths)
+    given = {} if attention_options is None else dict(attention_options)
+    check_attention_options(given, words)
+
+    def own_options(kind: type[TokenMixer]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name in kind.own_options}
+
     drop_paths = cast(list[list[float]], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True))
     return [
         Stage(
             make_embed(stage),
             [
                 Block(
-                    make_attention(ATTENTIONS[word], stage, block),
+                    make_attention(ATTENTIONS[word], stage, block, own_options(ATTENTIONS[word])),
                     dim,
                     mlp_ratio=mlp_ratios[stage],
                     proj_drop=proj_drop_rate,
                     drop_path=drop_path,
                     norm_eps=norm_eps,
                     context_before_norm=context_before_norm,
+                    local_mlp=ATTENTIONS[word].wants_local_mlp,
                     device=device,
                     dtype=dtype,
                 )

@@ -1,7 +1,7 @@
 """InLine-CSWin: InLine attention over the whole map in the fine stages, softmax in cross-shaped windows in the coarse
 ones; and the softmax CSWin that it is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class InLineCSWin(Backbone):
         mlp_ratio: Width of the MLPs, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all stages, or an entry a stage (see attention_by_stage).
+        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Width of the stripes of attention that is not softmax; None = the whole map.
         split_sizes: Width of the softmax stripes of each stage; by default 1, 2, and the last stage's map at img_size
             (at least 7) twice. The last stage sees its whole map.
@@ -64,6 +65,7 @@ class InLineCSWin(Backbone):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
+        attention_options: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         split_sizes: Sequence[int] | None = None,
         drop_rate: float = 0.0,
@@ -84,12 +86,12 @@ class InLineCSWin(Backbone):
                 return ConvEmbed(in_chans, embed_dim, kernel=7, stride=4, padding=2, **factory)
             return ConvEmbed(dims[stage - 1], dims[stage], kernel=3, stride=2, padding=1, **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
             width = window_size
             if issubclass(kind, SoftmaxAttention):
                 width = stripes[stage] if stage < len(depths) - 1 else None
             layout = WholeMap() if width is None else CrossStripes(width)
-            return kind(dims[stage], num_heads[stage], layout=layout, **options)
+            return kind(dims[stage], num_heads[stage], layout=layout, **options, **own)
 
         stages = make_stages(
             make_embed,
@@ -97,6 +99,7 @@ class InLineCSWin(Backbone):
             dims=dims,
             depths=depths,
             attention=attention,
+            attention_options=attention_options,
             mlp_ratios=[mlp_ratio] * len(depths),
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

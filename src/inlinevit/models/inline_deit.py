@@ -1,12 +1,13 @@
 """InLine-DeiT: a plain vision transformer with a class token, all tokens in one window."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..layers import ConvEmbed, PositionEmbedding, SoftmaxAttention, TokenMixer
+from ..layers import ConvEmbed, FocusedAttention, PositionEmbedding, SoftmaxAttention, TokenMixer
 from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
 from ._stage import StageAttention, grid_of, make_stages, square_windows, tokens_to_map
@@ -29,6 +30,7 @@ class InLineDeiT(Backbone):
         mlp_ratio: Width of the MLPs, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all blocks, or words for the first blocks, of which the last goes on.
+        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Side of the windows of attention that is not softmax; None = the whole map.
         class_token: Whether there is a class token; windows need a model without one.
         drop_rate: Dropout before the head.
@@ -60,6 +62,7 @@ class InLineDeiT(Backbone):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         attention: StageAttention = "inline",
+        attention_options: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         class_token: bool = True,
         drop_rate: float = 0.0,
@@ -70,13 +73,16 @@ class InLineDeiT(Backbone):
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         prefix = 1 if class_token else 0
+        grid = grid_of(img_size, patch_size)
         if window_size is not None and class_token:
             raise ValueError("windows leave no place for a class token: use class_token=False and global_pool='avg'")
 
         def make_embed(stage: int) -> nn.Module:
             return ConvEmbed(in_chans, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
+            if issubclass(kind, FocusedAttention):
+                own = {**own, "grid": grid}
             return kind(
                 embed_dim,
                 num_heads,
@@ -85,15 +91,16 @@ class InLineDeiT(Backbone):
                 proj_drop=proj_drop_rate,
                 num_prefix_tokens=prefix,
                 **factory,
+                **own,
             )
 
-        grid = grid_of(img_size, patch_size)
         stages = make_stages(
             make_embed,
             make_attention,
             dims=[embed_dim],
             depths=[depth],
             attention=[attention],
+            attention_options=attention_options,
             mlp_ratios=[mlp_ratio],
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

@@ -1,6 +1,6 @@
 """InLine-PVT: four stages, learned positions in each; and the softmax PVT (version 1) that it is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class InLinePVT(Backbone):
         mlp_ratios: Width of the MLPs of each stage, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all stages, or an entry a stage (see attention_by_stage).
+        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Side of the windows of attention that is not softmax; None = the whole map. A stage with a class
             token always sees its whole map.
         sr_ratios: How much each stage reduces the map of keys and values. By default 8-4-2-1 where attention is
@@ -67,6 +68,7 @@ class InLinePVT(Backbone):
         mlp_ratios: Sequence[float] = (8.0, 8.0, 4.0, 4.0),
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
+        attention_options: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         sr_ratios: Sequence[int] | None = None,
         class_token: bool = False,
@@ -87,7 +89,7 @@ class InLinePVT(Backbone):
                 return ConvEmbed(in_chans, embed_dims[0], kernel=4, stride=4, **factory)
             return ConvEmbed(embed_dims[stage - 1], embed_dims[stage], kernel=2, stride=2, **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
             shape: dict[str, Any] = {
                 "dim": embed_dims[stage],
                 "num_heads": num_heads[stage],
@@ -95,14 +97,16 @@ class InLinePVT(Backbone):
             }
             if issubclass(kind, SoftmaxAttention):
                 reduction = SOFTMAX_REDUCTIONS[stage] if sr_ratios is None else sr_ratios[stage]
-                return kind(reduction=reduction, **shape, **options)
+                return kind(reduction=reduction, **shape, **options, **own)
             if sr_ratios is not None and sr_ratios[stage] > 1:
                 raise ValueError(
                     f"stage {stage} reduces keys and values {sr_ratios[stage]} times, but {kind.__name__} needs the "
                     "values of all tokens: use an sr_ratio of 1 there, or softmax"
                 )
             # A class token belongs to no window: its stage sees the whole map.
-            return kind(layout=square_windows(None if prefixes[stage] else window_size, block), **shape, **options)
+            return kind(
+                layout=square_windows(None if prefixes[stage] else window_size, block), **shape, **options, **own
+            )
 
         stages = make_stages(
             make_embed,
@@ -110,6 +114,7 @@ class InLinePVT(Backbone):
             dims=embed_dims,
             depths=depths,
             attention=attention,
+            attention_options=attention_options,
             mlp_ratios=mlp_ratios,
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

@@ -1,6 +1,6 @@
 """InLine-Swin: InLine attention over the whole map in fine stages, softmax in shifted windows in coarse ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class InLineSwin(Backbone):
         mlp_ratio: Width of the MLPs, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all stages, or an entry a stage (see attention_by_stage).
+        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Side of the windows of attention that is not softmax; None = the whole map.
         softmax_window_size: Side of the softmax windows. By default max(7, W // 8), W being window_size or, where
             that is the whole map, the first stage's map at img_size.
@@ -58,6 +59,7 @@ class InLineSwin(Backbone):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
+        attention_options: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         softmax_window_size: int | None = None,
         drop_rate: float = 0.0,
@@ -79,11 +81,13 @@ class InLineSwin(Backbone):
                 return ConvEmbed(in_chans, embed_dim, kernel=4, stride=4, **factory)
             return PatchMerging(dims[stage - 1], dims[stage], **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int) -> TokenMixer:
+        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
             if issubclass(kind, SoftmaxAttention):
                 layout = square_windows(softmax_window, block)
-                return kind(dims[stage], num_heads[stage], layout=layout, relative_window=softmax_window, **options)
-            return kind(dims[stage], num_heads[stage], layout=square_windows(window_size, block), **options)
+                return kind(
+                    dims[stage], num_heads[stage], layout=layout, relative_window=softmax_window, **options, **own
+                )
+            return kind(dims[stage], num_heads[stage], layout=square_windows(window_size, block), **options, **own)
 
         stages = make_stages(
             make_embed,
@@ -91,6 +95,7 @@ class InLineSwin(Backbone):
             dims=dims,
             depths=depths,
             attention=attention,
+            attention_options=attention_options,
             mlp_ratios=[mlp_ratio] * len(depths),
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

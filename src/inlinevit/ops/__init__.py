@@ -1,6 +1,10 @@
 """The mathematics: pure functions of q, k, v shaped (batch, heads, tokens, width)."""
 
+from .angular import angular_attention, angular_weights
+from .efficient import efficient_attention, efficient_weights
 from .feature_maps import FEATURE_MAPS, apply_feature_map
+from .focused import focused_attention, focused_weights
+from .hydra import hydra_attention, hydra_weights
 from .inline import inline_attention, inline_weights
 from .linear import linear_attention, linear_weights
 from .local import local_residual
@@ -9,8 +13,16 @@ from .weights import attention_weights
 
 __all__ = [
     "FEATURE_MAPS",
+    "angular_attention",
+    "angular_weights",
     "apply_feature_map",
     "attention_weights",
+    "efficient_attention",
+    "efficient_weights",
+    "focused_attention",
+    "focused_weights",
+    "hydra_attention",
+    "hydra_weights",
     "inline_attention",
     "inline_weights",
     "linear_attention",

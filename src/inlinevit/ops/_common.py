@@ -52,6 +52,29 @@ def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
 
 
+def visible_pairs(mask: Tensor | None, seen: Tensor | None) -> Tensor | None:
+    """Which tokens each query sees, broadcastable to (batch, heads, queries, tokens), True = seen; None if all.
+
+    Args:
+        mask: (batch, tokens), True = real token.
+        seen: Broadcastable to (batch, heads, queries, tokens), True = the query may see it.
+    """
+    if mask is None:
+        return seen
+    real = mask[:, None, None, :]
+    return real if seen is None else real & seen
+
+
+def hide_pairs(weights: Tensor, pairs: Tensor | None) -> Tensor:
+    """Zero the weights (batch, heads, queries, tokens) of tokens that their query does not see."""
+    return weights if pairs is None else weights.masked_fill(~pairs, 0.0)
+
+
+def unit_length(x: Tensor, dims: list[int], shortest: float = 1e-12) -> Tensor:
+    """x divided by its length over these dimensions, or by `shortest` if that is longer: zero stays zero."""
+    return x / torch.linalg.vector_norm(x, dim=dims, keepdim=True).clamp(min=shortest)
+
+
 def count_tokens(k: Tensor, mask: Tensor | None) -> Tensor:
     """The number of real tokens of each image, (batch or 1, 1, 1, 1), at least 1."""
     if mask is None:

@@ -11,7 +11,16 @@ Weights may be negative; that is intended.
 import torch
 from torch import Tensor
 
-from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
+from ._common import (
+    autocast_off,
+    check_qkv,
+    count_tokens,
+    default_scale,
+    hide_padding,
+    hide_pairs,
+    promote,
+    visible_pairs,
+)
 from .feature_maps import apply_feature_map, map_keys
 from .paths import Case, choose_path
 from .weights import explicit_form
@@ -106,13 +115,19 @@ def inline_weights(
     feature_map: str = "identity",
     affine: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
-    """The rows of InLine attention, (batch, heads, queries, tokens)."""
+    """The rows of InLine attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
     check_qkv(q, k, k, mask)
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine)
     k = map_keys(promote(k), feature_map, affine, mask)
     count = count_tokens(k, mask)
     k = k - k.sum(dim=-2, keepdim=True) / count
-    weights = (1.0 + default_scale(q, scale) * (q @ k.transpose(-2, -1))) / count
-    return (weights if mask is None else weights.masked_fill(~mask[:, None, None, :], 0.0)).to(dtype)
+    scores = default_scale(q, scale) * (q @ k.transpose(-2, -1))
+    pairs = visible_pairs(mask, seen)
+    if seen is not None and pairs is not None:
+        # Each query has a number of tokens and a mean key of its own.
+        count = pairs.expand_as(scores).sum(dim=-1, keepdim=True).clamp(min=1).to(k.dtype)
+        scores = scores - hide_pairs(scores, pairs).sum(dim=-1, keepdim=True) / count
+    return hide_pairs((1.0 + scores) / count, pairs).to(dtype)

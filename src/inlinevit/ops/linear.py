@@ -6,7 +6,16 @@ The division makes the rows sum to 1 and loses the length of φ(q): two queries 
 import torch
 from torch import Tensor
 
-from ._common import autocast_off, check_qkv, count_tokens, default_scale, hide_padding, promote
+from ._common import (
+    autocast_off,
+    check_qkv,
+    count_tokens,
+    default_scale,
+    hide_padding,
+    hide_pairs,
+    promote,
+    visible_pairs,
+)
 from .feature_maps import apply_feature_map, map_keys
 from .weights import explicit_form
 
@@ -77,12 +86,13 @@ def linear_weights(
     feature_map: str = "relu",
     affine: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
+    seen: Tensor | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """The rows of linear attention, (batch, heads, queries, tokens)."""
+    """The rows of linear attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
     check_qkv(q, k, k, mask)
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine) * default_scale(q, scale)
     k = map_keys(promote(k), feature_map, affine, mask)
-    scores = q @ k.transpose(-2, -1)
+    scores = hide_pairs(q @ k.transpose(-2, -1), visible_pairs(mask, seen))
     return (scores / (scores.sum(dim=-1, keepdim=True) + epsilon)).to(dtype)

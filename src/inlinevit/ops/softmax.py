@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import check_qkv, default_scale, hide_padding, promote
+from ._common import check_qkv, default_scale, hide_padding, promote, visible_pairs
 from .weights import explicit_form
 
 
@@ -42,18 +42,23 @@ def softmax_weights(
     feature_map: str = "identity",
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
-    """The rows of softmax attention, (batch, heads, queries, tokens). It has no feature map but "identity"."""
+    """The rows of softmax attention, (batch, heads, queries, tokens); see attention_weights for mask and seen.
+
+    It has no feature map but "identity".
+    """
     check_qkv(q, k, k, mask)
     if feature_map != "identity":
         raise ValueError(f"softmax attention has no feature map {feature_map!r}: leave it out, or use 'identity'")
     scores = promote(q) @ promote(hide_padding(k, mask)).transpose(-2, -1) * default_scale(q, scale)
     if bias is not None:
         scores = scores + bias
-    if mask is None:
+    pairs = visible_pairs(mask, seen)
+    if pairs is None:
         return scores.softmax(dim=-1).to(q.dtype)
-    # A row without any real token is NaN here.
-    return scores.masked_fill(~mask[:, None, None, :], float("-inf")).softmax(dim=-1).nan_to_num(0.0).to(q.dtype)
+    # A row without any token to see is NaN here.
+    return scores.masked_fill(~pairs, float("-inf")).softmax(dim=-1).nan_to_num(0.0).to(q.dtype)
 
 
 def _score_mask(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -27,8 +27,10 @@ def attention_weights(q: Tensor, k: Tensor, *, kind: str, **options: object) -> 
     Args:
         q: Queries (batch, heads, queries, width).
         k: Keys (batch, heads, tokens, width).
-        kind: The attention's word: "softmax", "linear", "inline".
-        **options: Those of the attention itself: scale, mask, feature_map, affine, or bias for softmax.
+        kind: The attention's word, such as "softmax", "linear", "inline".
+        **options: Those of the attention itself, such as scale, feature_map, affine, or bias for softmax. All take
+            mask, (batch, tokens), True = real token; and seen, broadcastable to (batch, heads, queries, tokens), True =
+            the query may see the token. A row is as if the tokens that it may not see were not there.
 
     Returns:
         (batch, heads, queries, tokens).

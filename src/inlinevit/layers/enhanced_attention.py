@@ -1,0 +1,24 @@
+"""Enhanced linear attention as a module."""
+
+from typing import Any
+
+from timm.layers import register_notrace_module
+
+from .linear_attention import LinearAttention
+
+
+@register_notrace_module
+class EnhancedAttention(LinearAttention):
+    """Linear attention, φ = ReLU, in blocks whose MLPs have a depthwise 3×3 convolution.
+
+    Args:
+        dim: Channels.
+        num_heads: Heads; they divide the channels.
+        **options: Those of TokenMixer.
+    """
+
+    own_options = ()
+    wants_local_mlp = True
+
+    def __init__(self, dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(dim, num_heads, feature_map="relu", **options)

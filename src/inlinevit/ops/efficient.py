@@ -1,0 +1,55 @@
+"""Efficient attention: queries are softmaxed over their channels, keys over the tokens; then keys and values meet."""
+
+import torch
+from torch import Tensor
+
+from ._common import autocast_off, check_qkv, hide_padding, hide_pairs, promote, visible_pairs
+from .weights import explicit_form
+
+
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """ρ(q)·(ρ(K)ᵀV), O(N).
+
+    Args:
+        q: Queries (batch, heads, queries, width).
+        k: Keys (batch, heads, tokens, width).
+        v: Values (batch, heads, tokens, value width).
+        mask: (batch, tokens), True = real token.
+
+    Returns:
+        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+    """
+    check_qkv(q, k, v, mask)
+    if torch.jit.is_scripting():
+        return _efficient(q, k, v, mask)
+    with autocast_off(q):
+        return _efficient(q, k, v, mask)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    keys = padding_to_minus_infinity(promote(k), mask).softmax(dim=-2)
+    # Hidden once more: an image of nothing but padding is NaN here.
+    key_value = hide_padding(keys, mask).transpose(-2, -1) @ promote(hide_padding(v, mask))
+    return (promote(q).softmax(dim=-1) @ key_value).to(q.dtype)
+
+
+def padding_to_minus_infinity(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Keys (batch, heads, tokens, width) whose exponential is zero where mask (batch, tokens) calls a token padding."""
+    return k if mask is None else k.masked_fill(~mask[:, None, :, None], float("-inf"))
+
+
+@explicit_form("efficient")
+def efficient_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    """The rows of efficient attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+    check_qkv(q, k, k, mask)
+    pairs = visible_pairs(mask, seen)
+    queries, k = promote(q).softmax(dim=-1), padding_to_minus_infinity(promote(k), mask)
+    # Clamped for an image of nothing but padding.
+    keys = (k - k.amax(dim=-2, keepdim=True).clamp(min=torch.finfo(k.dtype).min)).exp()
+    # What the keys of a channel are divided by: a sum over the tokens that the query sees.
+    if pairs is None:
+        sums = keys.sum(dim=-2, keepdim=True)
+    else:
+        sums = pairs.expand(*pairs.shape[:-1], k.shape[-2]).to(keys.dtype) @ keys
+    rows = (queries / sums.clamp(min=torch.finfo(keys.dtype).tiny)) @ keys.transpose(-2, -1)
+    return hide_pairs(rows, pairs).to(q.dtype)

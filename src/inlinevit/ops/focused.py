@@ -1,0 +1,71 @@
+"""Focused linear attention: queries and keys are drawn to their nearest axes, which keep their length.
+
+f(t) = t³·‖t‖/‖t³‖ with t = (ReLU(x) + 1e-6)/spread, lengths over the channels of all heads; then linear attention.
+"""
+
+import torch
+from torch import Tensor
+
+from ._common import autocast_off, check_qkv, hide_padding, promote
+from .linear import linear_attention, linear_weights
+from .weights import explicit_form
+
+# Added to the divisor, and to what is focused.
+EPSILON = 1e-6
+
+
+def focus(x: Tensor, spread: Tensor, least: float = EPSILON) -> Tensor:
+    """f(x) in float32 or better.
+
+    Args:
+        x: Queries or keys (batch, heads, tokens, width).
+        spread: By what each channel is divided, (heads, width), above 0.
+        least: Added, so that nothing is zero.
+    """
+    x = (torch.relu(promote(x)) + least) / promote(spread).unsqueeze(1)
+    length = torch.linalg.vector_norm(x, dim=[1, 3], keepdim=True)
+    # Cubes of a vector of unit length: those of x itself might leave the range of float32.
+    cubes = (x / length) ** 3
+    return cubes * (length / torch.linalg.vector_norm(cubes, dim=[1, 3], keepdim=True))
+
+
+def focused_attention(
+    q: Tensor, k: Tensor, v: Tensor, spread: Tensor, mask: Tensor | None = None, epsilon: float = EPSILON
+) -> Tensor:
+    """Linear attention of focused queries and keys, O(N).
+
+    Args:
+        q: Queries (batch, heads, queries, width).
+        k: Keys (batch, heads, tokens, width).
+        v: Values (batch, heads, tokens, value width).
+        spread: See focus.
+        mask: (batch, tokens), True = real token.
+        epsilon: Added to the divisor.
+
+    Returns:
+        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+    """
+    check_qkv(q, k, v, mask)
+    if torch.jit.is_scripting():
+        return _focused(q, k, v, spread, mask, epsilon)
+    with autocast_off(q):
+        return _focused(q, k, v, spread, mask, epsilon)
+
+
+def _focused(q: Tensor, k: Tensor, v: Tensor, spread: Tensor, mask: Tensor | None, epsilon: float) -> Tensor:
+    queries, keys = focus(q, spread), focus(hide_padding(k, mask), spread)
+    out = linear_attention(
+        queries, keys, promote(v), scale=1.0, feature_map="identity", affine=None, mask=mask, epsilon=epsilon
+    )
+    return out.to(q.dtype)
+
+
+@explicit_form("focused")
+def focused_weights(
+    q: Tensor, k: Tensor, *, spread: Tensor, mask: Tensor | None = None, seen: Tensor | None = None
+) -> Tensor:
+    """The rows of focused attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+    check_qkv(q, k, k, mask)
+    queries, keys = focus(q, spread), focus(hide_padding(k, mask), spread)
+    rows = linear_weights(queries, keys, scale=1.0, feature_map="identity", mask=mask, seen=seen, epsilon=EPSILON)
+    return rows.to(q.dtype)

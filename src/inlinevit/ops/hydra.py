@@ -1,0 +1,47 @@
+"""Hydra attention: as many heads as channels, so that keys and values meet element by element.
+
+With φ(x) = x/‖x‖ over the channels of all heads, out = φ(q) ⊙ Σ_j φ(k_j) ⊙ v_j. Rows do not sum to 1.
+"""
+
+import torch
+from torch import Tensor
+
+from ._common import autocast_off, check_qkv, hide_padding, hide_pairs, promote, unit_length, visible_pairs
+from .weights import explicit_form
+
+
+def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """φ(q)·(Σ φ(k)ᵀv), O(N). It is hydra attention where heads are one channel wide.
+
+    Args:
+        q: Queries (batch, heads, queries, width).
+        k: Keys (batch, heads, tokens, width).
+        v: Values (batch, heads, tokens, value width).
+        mask: (batch, tokens), True = real token.
+
+    Returns:
+        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+    """
+    check_qkv(q, k, v, mask)
+    if torch.jit.is_scripting():
+        return _hydra(q, k, v, mask)
+    with autocast_off(q):
+        return _hydra(q, k, v, mask)
+
+
+def _hydra(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    k = unit_length(promote(hide_padding(k, mask)), [1, 3])
+    v = promote(hide_padding(v, mask))
+    queries = unit_length(promote(q), [1, 3])
+    if k.shape[-1] == 1:
+        return (queries * (k * v).sum(dim=-2, keepdim=True)).to(q.dtype)
+    return (queries @ (k.transpose(-2, -1) @ v)).to(q.dtype)
+
+
+@explicit_form("hydra")
+def hydra_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    """The rows of hydra attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+    check_qkv(q, k, k, mask)
+    queries = unit_length(promote(q), [1, 3])
+    keys = unit_length(promote(hide_padding(k, mask)), [1, 3])
+    return hide_pairs(queries @ keys.transpose(-2, -1), visible_pairs(mask, seen)).to(q.dtype)
