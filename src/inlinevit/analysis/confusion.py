@@ -10,7 +10,7 @@ from .inside import watch
 from .layer import Layer
 
 # How near rows must be to count as the same, and how far queries apart to count as different; relative to their length.
-EPSILON = 1e-3
+EPSILON = 1e-2
 DELTA = 0.1
 
 
