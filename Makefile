@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench bench-record timm-suite clean
+.PHONY: help install demo test test-slow lint format bench bench-record results timm-suite clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,9 @@ bench: install  ## rewrite tables and drawings of docs/performance.md from the r
 
 bench-record: install  ## measure what docs/performance/ lacks; hours (ARGS="window --again" measures that one anew)
 	$(BIN)/python tools/record_performance.py $(ARGS)
+
+results: install  ## rewrite tables of docs/results.md from docs/reproduce/ (ARGS=runs/reproduce/results.json: a new record)
+	$(BIN)/python tools/reproduce_page.py $(ARGS)
 
 clean:  ## remove caches and build output, keep .venv and runs
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

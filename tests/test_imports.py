@@ -18,6 +18,7 @@ RANKS = {
     "inference": 2,
     **dict.fromkeys(TASKS, 3),
     "demo": 4,
+    "reproduce": 4,
     "cli": 5,
     "__main__": 5,
 }

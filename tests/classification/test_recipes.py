@@ -16,6 +16,8 @@ from inlinevit.training.config import flattened
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ("cifar10", "embedded")
+# Held by tests/reproduce/test_studies.py.
+REPRODUCED = ("reproduce", "reproduce_16x16")
 FINE_TUNING = {"inline_swin_base_384": "inline_swin_base", "inline_cswin_base_384": "inline_cswin_base"}
 
 
@@ -81,7 +83,7 @@ def stated(name: str) -> dict[str, Any]:
 
 
 def test_one_recipe_for_each_published_model() -> None:
-    assert sorted(path.stem for path in RECIPES.iterdir()) == sorted([*TABLE, *SMALL])
+    assert sorted(path.stem for path in RECIPES.iterdir()) == sorted([*TABLE, *SMALL, *REPRODUCED])
     assert set(TABLE) == {name for name in CATALOG if name.startswith("inline_")}
 
 
