@@ -20,6 +20,7 @@ import torch
 from inlinevit.classification.metrics import Evaluation
 from inlinevit.demo import ATTENTIONS, compare, demo, demo_config
 from inlinevit.demo.sections import Contender, verdict
+from inlinevit.report import STYLES, Report
 from inlinevit.training.config import flattened, to_plain
 from inlinevit.training.loop import Stopped, Trainer
 
@@ -31,6 +32,7 @@ TEST_IMAGES = 30
 def few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "TIMED_ROUNDS", 3)
+        patch.setattr(compare, "EFFORT", compare.Effort(images=TEST_IMAGES, confusion_images=2, batch_size=30))
         yield
 
 
@@ -73,7 +75,8 @@ def finished(data: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_report_has_all_it_should(finished: Finished) -> None:
     sections = finished.report["sections"]
-    assert list(sections) == ["results", "training", "speed", "images", "confusions", "settings"]
+    measured = ["results", "training", "speed", "images", "confusions"]
+    assert list(sections) == [*measured, "confusion", "locality", "masking", "maps", "settings"]
     assert sections["results"]["test_images"] == TEST_IMAGES
     for attention in ATTENTIONS:
         result = sections["results"]["models"][attention]
@@ -84,6 +87,21 @@ def test_report_has_all_it_should(finished: Finished) -> None:
         assert sections["training"][attention]["test"]["top1"][-1] == pytest.approx(result["top1"])
         assert np.sum(sections["confusions"]["confusion"][attention]) == TEST_IMAGES
         assert (finished.folder / attention / "model.safetensors").is_file()
+        name = STYLES[attention].name
+        assert all(name in sections[key]["models"] for key in ("confusion", "locality", "masking", "maps"))
+        assert sections["masking"]["models"][name]["images"] == TEST_IMAGES
+    drawings = {path.stem for path in (finished.folder / "figures").iterdir()}
+    assert drawings == {
+        "training",
+        "speed",
+        "confusions",
+        "confusion",
+        "locality",
+        "masking",
+        "maps-1",
+        "maps-2",
+        "maps-3",
+    }
     page = (finished.folder / "report.html").read_text()
     assert all(f'id="{key}"' in page for key in sections)
     assert page.count("<img") > 20
@@ -100,7 +118,7 @@ def test_it_tells_how_it_goes_and_where_the_report_is(finished: Finished) -> Non
 def numbers(report: dict[str, Any]) -> dict[str, Any]:
     """What must not depend on when, and how often interrupted, a demo ran."""
     sections = report["sections"]
-    return {name: sections[name] for name in ("training", "images", "confusions")}
+    return {name: sections[name] for name in ("training", "images", "confusions", "confusion", "locality", "masking")}
 
 
 def test_interrupted_demo_goes_on(
@@ -115,6 +133,7 @@ def test_interrupted_demo_goes_on(
         return train_step(self, step, batches)
 
     monkeypatch.setattr(Trainer, "train_step", counted)
+    monkeypatch.setattr(Report, "save_drawings", lambda report, folder: None)
     with pytest.raises(Stopped):
         demo(str(tmp_path), data, steps=STEPS)
     assert not (tmp_path / "report.html").exists()
@@ -130,9 +149,11 @@ def test_interrupted_demo_goes_on(
 def test_finished_demo_is_run_anew(
     data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Report, "save_drawings", lambda report, folder: folder.mkdir())
     demo(str(tmp_path), data, steps=1)
-    leftover = tmp_path / "softmax" / "leftover"
-    leftover.touch()
+    leftovers = [tmp_path / "softmax" / "leftover", tmp_path / "figures" / "leftover.png"]
+    for leftover in leftovers:
+        leftover.touch()
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -142,7 +163,7 @@ def test_finished_demo_is_run_anew(
         demo(str(tmp_path), data, steps=1)
     assert "it is run anew" in capfd.readouterr().err
     # Neither the old report nor anything else of the old results can be taken for new.
-    assert not leftover.exists()
+    assert not any(leftover.exists() for leftover in leftovers)
     assert not (tmp_path / "report.html").exists()
     assert not (tmp_path / "report.json").exists()
 

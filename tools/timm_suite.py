@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / f"timm-{timm.__version__}"
 
 # Models whose features are (B, N, C) or have a class token. timm tests these apart.
-TOKEN_FEATURES = ["inline_deit*", "pvt_tiny", "pvt_small", "pvt_medium", "pvt_large"]
+TOKEN_FEATURES = ["*_deit_tiny", "inline_deit*", "pvt_tiny", "pvt_small", "pvt_medium", "pvt_large"]
 
 # These download weights.
 NEED_DOWNLOADS = {"test_model_load_pretrained", "test_model_features_pretrained", "test_model_inference"}

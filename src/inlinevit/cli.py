@@ -286,6 +286,44 @@ def run_demo(settings: Namespace) -> None:
     demo(**vars(settings))
 
 
+def analyze_parser() -> ArgumentParser:
+    """The arguments of `inlinevit analyze`: those of analyze_command."""
+    from .analysis.command import analyze_command
+
+    parser = new_parser("analyze", "Look inside models: confusion, locality, masking and maps of their attention.")
+    parser.add_argument("models", nargs="+", type=str, help="folders of training runs, or names of models")
+    parser.add_function_arguments(analyze_command, skip={"models", "untrained"})
+    parser.add_argument(
+        "--untrained",
+        action="store_true",
+        help="take random weights; names may have options then, such as inline_deit_tiny:attention=linear",
+    )
+    return parser
+
+
+def analyze(settings: Namespace) -> None:
+    """Look inside models."""
+    from .analysis.command import analyze_command
+
+    analyze_command(**vars(settings))
+
+
+def figure1_parser() -> ArgumentParser:
+    """The arguments of `inlinevit figure1`: those of its function."""
+    from .analysis.figure1 import figure1
+
+    parser = new_parser("figure1", "Redraw the paper's first figure from numbers computed on the spot.")
+    parser.add_function_arguments(figure1)
+    return parser
+
+
+def run_figure1(settings: Namespace) -> None:
+    """Redraw the paper's first figure."""
+    from .analysis.figure1 import figure1
+
+    figure1(**vars(settings))
+
+
 def bench_parser() -> ArgumentParser:
     """The arguments of `inlinevit bench`: what to measure, each with options of its own."""
     from .benchmark.studies import BENCHES
@@ -368,11 +406,36 @@ def bench_loop(settings: Namespace) -> None:
     print(f"on tensors, the loop takes {numbers['overhead_percent']:.1f} % longer than a bare step")
 
 
+def reproduce_parser() -> ArgumentParser:
+    """The arguments of `inlinevit reproduce`: those of its function."""
+    from .reproduce import reproduce
+
+    parser = new_parser("reproduce", "Train the paper's ablations on CIFAR-10, and tell what holds of its claims.")
+    parser.add_argument("studies", nargs="*", type=str, metavar="STUDY", default=[], help="names; all by default")
+    parser.add_function_arguments(reproduce, skip={"studies"})
+    parser.add_argument("--list", action="store_true", help="list the studies and their cells, and train nothing")
+    return parser
+
+
+def run_reproduce(settings: Namespace) -> int:
+    """Train what is missing of the paper's ablations."""
+    from .reproduce import describe_studies, reproduce
+
+    options = vars(settings)
+    if options.pop("list"):
+        print(describe_studies())
+        return 0
+    return reproduce(**options)
+
+
 COMMANDS = {
     "demo": Command("see in minutes what InLine attention is worth", demo_parser, run_demo),
     "models": Command("list all models with their size, cost and accuracy", models_parser, show_models),
     "train": Command("train a classifier", train_parser, train),
     "eval": Command("evaluate a classifier", eval_parser, evaluate),
     "predict": Command("tell the classes of images", predict_parser, predict),
+    "analyze": Command("see inside models where attention goes", analyze_parser, analyze),
+    "figure1": Command("redraw the paper's first figure", figure1_parser, run_figure1),
     "bench": Command("measure speed", bench_parser, bench),
+    "reproduce": Command("the paper's ablations on CIFAR-10", reproduce_parser, run_reproduce),
 }

@@ -36,7 +36,8 @@ def test_every_published_inline_model_is_in_a_family():
     models = [model for pairs in FAMILIES.values() for pair in pairs for model in pair if model]
     assert len(models) == len(set(models))
     for name, facts in CATALOG.items():
-        if facts.top1 is not None and not name.endswith("_384"):
+        is_rival = name.endswith("_deit_tiny") and not name.startswith("inline_")
+        if facts.top1 is not None and not name.endswith("_384") and not is_rival:
             assert name in models
     assert all(70 < published_top1(model) < 86 for model in models)
 

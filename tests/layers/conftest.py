@@ -1,5 +1,6 @@
 """A slow reference of all token mixers: a loop over images, windows and heads that sees real tokens alone."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inlinevit import ops
-from inlinevit.layers import ATTENTIONS, CrossStripes, InLineAttention, SquareWindows, TokenMixer
+from inlinevit.layers import (
+    ATTENTIONS,
+    AngularAttention,
+    CrossStripes,
+    EfficientAttention,
+    EnhancedAttention,
+    FocusedAttention,
+    HydraAttention,
+    InLineAttention,
+    LinearAttention,
+    SoftmaxAttention,
+    SquareWindows,
+    TokenMixer,
+)
 from inlinevit.layers.layouts import Windows
 
 
@@ -57,6 +71,9 @@ def shares_of(layout: object, size: tuple[int, int]) -> list[Windows]:
         return [Windows(height, width, min(window, height), min(window, width), up, left, 0, 1)]
     if isinstance(layout, CrossStripes):
         stripe = layout.stripe_width
+        if stripe >= max(size):
+            # Lengths over the channels of all heads are those of both halves then.
+            return [Windows(height, width, height, width, 0, 0, 0, 1)]
         return [
             Windows(height, width, height, min(stripe, width), 0, 0, 0, 2),
             Windows(height, width, min(stripe, height), width, 0, 0, 1, 2),
@@ -77,42 +94,181 @@ def mix_reference(mixer: TokenMixer, x: Tensor, size: tuple[int, int], context: 
     context = x if context is None else context
     batch, tokens, dim = x.shape
     prefix, width = tokens - size[0] * size[1], mixer.head_dim
-    kind = next(word for word, mixer_class in ATTENTIONS.items() if isinstance(mixer, mixer_class))
     out = torch.zeros_like(x)
     q, k, v = (x @ mixer.qkv.weight.T + (0 if mixer.qkv.bias is None else mixer.qkv.bias)).split(dim, dim=-1)
     for windows in shares_of(mixer.layout, size):
         per_share = mixer.num_heads // windows.shares
         heads = range(windows.share * per_share, (windows.share + 1) * per_share)
+        share = slice(heads.start * width, heads.stop * width)
         assert prefix == 0 or len(slots_of(windows)) == 1, "prefix tokens belong to no window"
         for image in range(batch):
             for slots in slots_of(windows):
                 real = [slot for slot in slots if slot.token is not None]
                 index = [*range(prefix), *(prefix + slot.token for slot in real)]
+                window = Window(mixer, windows, real, prefix, heads)
+                mix = MIX[type(mixer)]
+                mixed = mix(window, *(t[image, index, share] for t in (q, k, v)))
                 for head in heads:
                     channels = slice(head * width, (head + 1) * width)
-                    qh, kh, vh = (t[image, index, channels] for t in (q, k, v))
-                    options: dict[str, object] = {}
-                    if kind == "softmax":
-                        options["bias"] = softmax_bias(mixer, real, head, prefix, x.dtype)
-                    else:
-                        phi = mixer.feature_map
-                        options["feature_map"] = phi.name
-                        options["affine"] = None if phi.matrix is None else (phi.matrix[head], phi.bias[head])
-                    rows = ops.attention_weights(qh[None, None], kh[None, None], kind=kind, **options)[0, 0]
-                    mixed = rows @ vh
-                    values = window_map(vh[prefix:], real, windows)
-                    places = tuple(zip(*((slot.row, slot.column) for slot in real), strict=True))
-                    if kind == "inline" and mixer.local_residual is not None:
-                        mean = context[image, index, channels].mean(dim=0)
-                        kernel = head_kernel(mixer, mean, head)
-                        local = F.conv2d(values, kernel, padding=1, groups=width)[0]
-                        mixed[prefix:] += local[:, places[0], places[1]].T
-                    if mixer.lepe is not None:
-                        weight, bias = mixer.lepe.weight[channels], mixer.lepe.bias[channels]
-                        local = F.conv2d(values, weight, bias, padding=1, groups=width)[0]
-                        mixed[prefix:] += local[:, places[0], places[1]].T
-                    out[image, index, channels] = mixed
+                    own = window.channels(head)
+                    values = v[image, index, channels]
+                    mean = context[image, index, channels].mean(dim=0)
+                    for kernel, bias in convolutions(mixer, mean, head):
+                        mixed[prefix:, own] += convolve(window, values[prefix:], kernel, bias)
+                out[image, index, share] = mixed
     return out @ mixer.proj.weight.T + mixer.proj.bias
+
+
+@dataclass
+class Window:
+    """Where the tokens of one window stand, for one share of the heads."""
+
+    mixer: TokenMixer
+    windows: Windows
+    # The real tokens of the map.
+    slots: list[Slot]
+    # Tokens before them.
+    prefix: int
+    heads: range
+
+    def channels(self, head: int) -> slice:
+        """The channels of a head within its share."""
+        first = (head - self.heads.start) * self.mixer.head_dim
+        return slice(first, first + self.mixer.head_dim)
+
+    def places(self) -> list[int]:
+        """Of each token, its place in the row of all tokens of the window, padding too."""
+        return [*range(self.prefix), *(self.prefix + s.row * self.windows.width + s.column for s in self.slots)]
+
+
+# How the tokens of a window are mixed: from q, k and v of the real ones, (tokens, channels of the share), to the same.
+
+
+def mix_by_rows(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax, linear and InLine attention, by their explicit forms."""
+    mixer, out = window.mixer, torch.zeros_like(v)
+    kind = next(word for word, mixer_class in ATTENTIONS.items() if isinstance(mixer, mixer_class))
+    for head in window.heads:
+        own = window.channels(head)
+        options: dict[str, object] = {}
+        queries = q[:, own]
+        if isinstance(mixer, SoftmaxAttention):
+            options["bias"] = softmax_bias(mixer, window.slots, head, window.prefix, q.dtype)
+            if mixer.unit_queries:
+                queries = torch.stack([query / query.norm() for query in queries])
+        else:
+            phi = mixer.feature_map
+            options["feature_map"] = phi.name
+            options["affine"] = None if phi.matrix is None else (phi.matrix[head], phi.bias[head])
+        rows = ops.attention_weights(queries[None, None], k[None, None, :, own], kind=kind, **options)[0, 0]
+        out[:, own] = rows @ v[:, own]
+    return out
+
+
+def mix_hydra(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """φ(q) ⊙ Σ_j φ(k_j) ⊙ v_j, with φ(x) = x/‖x‖ over all channels."""
+    total = torch.zeros_like(v[0])
+    for key, value in zip(k, v, strict=True):
+        total = total + key / key.norm() * value
+    return torch.stack([query / query.norm() * total for query in q])
+
+
+def mix_efficient(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """ρ(q)·(ρ(K)ᵀV): q over the channels of a head, k over the tokens."""
+    out = torch.zeros_like(v)
+    for head in window.heads:
+        own = window.channels(head)
+        for i, query in enumerate(q[:, own].exp()):
+            for channel, share in enumerate(query / query.sum()):
+                keys = k[:, own][:, channel].exp()
+                out[i, own] += share * (keys / keys.sum()) @ v[:, own]
+    return out
+
+
+def mix_angular(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """u/‖u‖ + D(V), with u = ½v_i + (1/π)·q̂_i(K̂ᵀV). D goes along the row of all tokens, padding (zero) too."""
+    out, places = torch.zeros_like(v), window.places()
+    for head in window.heads:
+        own, taps = window.channels(head), window.mixer.token_conv.weight[head, 0, :, 0]
+        key_value = torch.stack([torch.outer(x / x.norm(), y) for x, y in zip(k[:, own], v[:, own], strict=True)])
+        values = dict(zip(places, v[:, own], strict=True))
+        for i, query in enumerate(q[:, own]):
+            u = v[i, own] / 2 + query / query.norm() @ key_value.sum(dim=0) / math.pi
+            near = [taps[tap] * values[places[i] + tap - 4] for tap in range(9) if places[i] + tap - 4 in values]
+            out[i, own] = u / u.norm() + torch.stack(near).sum(dim=0)
+    return out
+
+
+def mix_enhanced(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention of ReLU. Scores are scaled, so that the divisor's ε stands for a larger one here."""
+    return mix_linearly(window, q.clamp(min=0), k.clamp(min=0), v, 1e-12 * window.mixer.head_dim**0.5)
+
+
+def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention of f(t) = t³·‖t‖/‖t³‖, t = (ReLU + 1e-6)/softplus(w); keys have positions."""
+    mixer, windows = window.mixer, window.windows
+    share = slice(window.heads.start * mixer.head_dim, window.heads.stop * mixer.head_dim)
+    divisor = (1 + mixer.spread.flatten()[share].exp()).log()
+
+    def focus(x: Tensor) -> Tensor:
+        t = (x.clamp(min=0) + 1e-6) / divisor
+        return t**3 * (t.norm() / (t**3).norm())
+
+    # Positions before those of the map are the prefix's; a prefix that the module was not told of has none.
+    own_prefix, (height, width) = max(mixer.num_prefix_tokens, 0), mixer.positions.grid
+    table = mixer.positions.table[0]
+    maps = table[own_prefix:].view(1, height, width, -1).permute(0, 3, 1, 2)
+    if (height, width) != (windows.height, windows.width):
+        # As all positions are resized: in float32.
+        new = (windows.height, windows.width)
+        maps = F.interpolate(maps.float(), new, mode="bicubic", antialias=True).to(maps.dtype)
+    positions = [*table[:own_prefix], *torch.zeros(window.prefix - own_prefix, mixer.dim, dtype=k.dtype)]
+    positions += [maps[0, :, slot.row, slot.column] for slot in window.slots]
+    keys = torch.stack([focus(key + position[share]) for key, position in zip(k, positions, strict=True)])
+    return mix_linearly(window, torch.stack([focus(query) for query in q]), keys, v, 1e-6)
+
+
+def mix_linearly(window: Window, q: Tensor, k: Tensor, v: Tensor, epsilon: float) -> Tensor:
+    """q(Σ k vᵀ)/(q·Σ k + ε), head by head."""
+    out = torch.zeros_like(v)
+    for head in window.heads:
+        own = window.channels(head)
+        for i, query in enumerate(q[:, own]):
+            scores = torch.stack([query @ key for key in k[:, own]])
+            out[i, own] = scores @ v[:, own] / (scores.sum() + epsilon)
+    return out
+
+
+MIX: dict[type[TokenMixer], Callable[[Window, Tensor, Tensor, Tensor], Tensor]] = {
+    SoftmaxAttention: mix_by_rows,
+    LinearAttention: mix_by_rows,
+    InLineAttention: mix_by_rows,
+    HydraAttention: mix_hydra,
+    EfficientAttention: mix_efficient,
+    AngularAttention: mix_angular,
+    EnhancedAttention: mix_enhanced,
+    FocusedAttention: mix_focused,
+}
+
+
+def convolutions(mixer: TokenMixer, mean: Tensor, head: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Kernels (width, 1, side, side) and biases of the convolutions of a head's values that are added."""
+    channels = slice(head * mixer.head_dim, (head + 1) * mixer.head_dim)
+    found: list[tuple[Tensor, Tensor | None]] = []
+    if isinstance(mixer, InLineAttention) and mixer.local_residual is not None:
+        found.append((head_kernel(mixer, mean, head), None))
+    if isinstance(mixer, FocusedAttention):
+        found.append((mixer.conv.weight, mixer.conv.bias))
+    if mixer.lepe is not None:
+        found.append((mixer.lepe.weight[channels], mixer.lepe.bias[channels]))
+    return found
+
+
+def convolve(window: Window, values: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """The values (real tokens of the map, width) convolved over their window, zeros around and at padding."""
+    maps = window_map(values, window.slots, window.windows)
+    out = F.conv2d(maps, kernel, bias, padding=kernel.shape[-1] // 2, groups=len(kernel))
+    return torch.stack([out[0, :, slot.row, slot.column] for slot in window.slots])
 
 
 def head_kernel(mixer: InLineAttention, mean: Tensor, head: int) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inlinevit.layers import ATTENTIONS, Block, CrossStripes, InLineAttention
+from inlinevit.layers import ATTENTIONS, Block, CrossStripes, EnhancedAttention, InLineAttention
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -22,9 +22,27 @@ def test_block_is_its_formula(randomise, before):
     torch.testing.assert_close(block(x, (4, 5)), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_block_with_a_local_mlp_is_its_formula(randomise, prefix):
+    attn = EnhancedAttention(8, 2)
+    block = randomise(Block(attn, 8, mlp_ratio=3, local_mlp=True)).eval()
+    x = torch.randn(2, prefix + 20, 8, dtype=torch.float64)
+    middle = x + attn(block.norm1(x), (4, 5))
+    assert block.mlp.conv.weight.shape == (24, 1, 3, 3)
+    expected = middle + block.mlp(block.norm2(middle), (4, 5))
+    torch.testing.assert_close(block(x, (4, 5)), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("local", [False, True])
+def test_script(local):
+    block, x = Block(EnhancedAttention(8, 2), 8, local_mlp=local).eval(), torch.randn(2, 1 + 20, 8)
+    torch.testing.assert_close(torch.jit.script(block)(x, (4, 5)), block(x, (4, 5)))
+
+
 @pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
 def test_gradients_reach_every_parameter(kind):
-    block = Block(kind(8, 2), 8)
+    block = Block(kind(8, 2), 8, local_mlp=kind.wants_local_mlp)
     block(torch.randn(2, 20, 8), (4, 5)).square().sum().backward()
     for name, parameter in block.named_parameters():
         assert parameter.grad is not None, name
@@ -48,7 +66,11 @@ def test_no_drop_path_no_module():
 @pytest.mark.parametrize("before", [False, True])
 def test_pieces_make_the_whole(monkeypatch, randomise, kind, before):
     """Several images and several tokens at a time, and one that is larger than a piece."""
-    block = randomise(Block(kind(8, 2), 8, context_before_norm=before)).eval().requires_grad_(False)
+    block = (
+        randomise(Block(kind(8, 2), 8, context_before_norm=before, local_mlp=kind.wants_local_mlp))
+        .eval()
+        .requires_grad_(False)
+    )
     x = torch.randn(5, 1 + 20, 8, dtype=torch.float64)
     kept = x.clone()
     monkeypatch.setattr("inlinevit.layers.block.PIECE", 2**40)
@@ -80,6 +102,6 @@ def test_no_pieces_where_someone_needs_what_is_in_between(monkeypatch):
 
 @pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
 def test_the_prefix_alone_is_the_prefix(randomise, kind):
-    block = randomise(Block(kind(8, 2), 8)).eval()
+    block = randomise(Block(kind(8, 2), 8, local_mlp=kind.wants_local_mlp)).eval()
     x = torch.randn(2, 3 + 20, 8, dtype=torch.float64)
     torch.testing.assert_close(block(x, (4, 5), True), block(x, (4, 5))[:, :3], rtol=0, atol=1e-12)

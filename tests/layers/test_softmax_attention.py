@@ -28,6 +28,40 @@ def test_reduction(randomise, reduction, size, qkv_bias):
     torch.testing.assert_close(mixer(x, size), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("unit_queries", [False, True])
+@pytest.mark.parametrize("size", [(4, 6), (5, 7)])
+def test_rows_and_shares_with_reduction(randomise, size, unit_queries):
+    """Queries of all tokens, keys and values of the reduced map; also some queries at a time, and some keys unseen."""
+    mixer = randomise(SoftmaxAttention(8, 2, reduction=2, unit_queries=unit_queries)).requires_grad_(False)
+    count, reduced = size[0] * size[1], -(-size[0] // 2) * -(-size[1] // 2)
+    x = torch.randn(2, count, 8, dtype=torch.float64)
+    (share,) = mixer.shares(x, size, x)
+    assert share.q.shape == (2, 2, count, 4)
+    assert share.k.shape == share.v.shape == (2, 2, reduced, 4)
+    assert share.kernels is share.bias is None
+    rows = mixer.rows(share.q, share.k, share.v, share.windows)
+    out = (rows @ share.v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out, mixer.attend(x, size, x), rtol=0, atol=1e-10)
+    seen = torch.rand(1, 1, count, reduced) < 0.5
+    part = mixer.rows(share.q[:, :, 3:9], share.k, share.v, share.windows, seen[:, :, 3:9], first=3)
+    expected = (rows * seen)[:, :, 3:9]
+    expected = expected / expected.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(part, expected.nan_to_num(0.0), rtol=0, atol=1e-10)
+
+
+def test_unit_queries_lose_the_length_of_queries():
+    mixer = SoftmaxAttention(8, 2, unit_queries=True)
+    (windows,) = mixer.layout((3, 5))
+    q, k, v = torch.randn(3, 2, 2, 15, 4)
+    out = mixer.mix(q, k, v, windows)
+    torch.testing.assert_close(mixer.mix(3 * q, k, v, windows), out)
+    torch.testing.assert_close(mixer.mix(q, k, v, windows), ops.softmax_attention(F.normalize(q, dim=-1), k, v))
+    assert not torch.allclose(mixer.mix(-q, k, v, windows), out)
+    mixer.unit_queries = False
+    assert not torch.allclose(mixer.mix(q, k, v, windows), out)
+    assert mixer.mix(q * 0, k, v, windows).isfinite().all()
+
+
 def test_gradients_reach_the_reduction(randomise):
     mixer = randomise(SoftmaxAttention(8, 2, reduction=2))
     mixer(torch.randn(2, 35, 8, dtype=torch.float64), (5, 7)).square().sum().backward()

@@ -1,14 +1,22 @@
 """What all mixers share: each agrees with the slow reference in conftest.py, on all layouts."""
 
+import inspect
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inlinevit import ops
 from inlinevit.layers import (
     ATTENTIONS,
+    AngularAttention,
     CrossStripes,
+    EfficientAttention,
+    EnhancedAttention,
+    FocusedAttention,
+    HydraAttention,
     InLineAttention,
     LinearAttention,
     SoftmaxAttention,
@@ -16,7 +24,9 @@ from inlinevit.layers import (
     TokenMixer,
     WholeMap,
 )
+from inlinevit.layers.layouts import merge_windows
 from inlinevit.layers.token_mixer import window_means
+from inlinevit.ops.weights import EXPLICIT_FORMS
 
 DIM, HEADS = 8, 4
 # The mixers and options of the comparisons; "relative" is for windows alone.
@@ -27,6 +37,13 @@ MIXERS = {
     "linear": (LinearAttention, {}),
     "linear-affine": (LinearAttention, {"feature_map": "relu_affine"}),
     "softmax": (SoftmaxAttention, {}),
+    "softmax-unit": (SoftmaxAttention, {"unit_queries": True}),
+    "hydra": (HydraAttention, {}),
+    "efficient": (EfficientAttention, {}),
+    "angular": (AngularAttention, {}),
+    "enhanced": (EnhancedAttention, {}),
+    # Positions that fit the map or the window in some tests, and are resized in others.
+    "focused": (FocusedAttention, {"grid": (4, 4)}),
 }
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 every_kind = pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
@@ -88,6 +105,81 @@ def test_any_window_on_any_map(randomise, reference, name, size, window, shifted
     kind, options = MIXERS[name]
     mixer = randomise(kind(4, 2, layout=SquareWindows(window, shifted=shifted), **options))
     assert_same(mixer, reference, torch.randn(1, size[0] * size[1], 4, dtype=torch.float64), size)
+
+
+# What is written out
+
+
+def attend_by_rows(mixer, x, size, context, piece: int) -> torch.Tensor:
+    """What mixer.attend should give, from its rows, so many queries at a time, and from its kernels."""
+    answers = []
+    for share in mixer.shares(x, size, context):
+        pieces = [
+            mixer.rows(share.q[:, :, first : first + piece], share.k, share.v, share.windows, first=first)
+            for first in range(0, share.q.shape[2], piece)
+        ]
+        out = (torch.cat(pieces, dim=2) @ share.v).transpose(1, 2).flatten(2)
+        if share.kernels is not None:
+            height, width = share.windows.height, share.windows.width
+            prefix, side = out.shape[1] - height * width, math.isqrt(share.kernels.shape[-1])
+            for window, (value, kernels) in enumerate(zip(share.v, share.kernels, strict=True)):
+                # (heads, tokens, width) -> (channels, H, W)
+                maps = value[:, prefix:].transpose(1, 2).flatten(0, 1).unflatten(1, (height, width))
+                weight = kernels.view(len(maps), 1, side, side)
+                added = F.conv2d(maps, weight, share.bias, padding=side // 2, groups=len(maps))
+                out[window, prefix:] += added.flatten(1).T
+        answers.append(merge_windows(out, share.windows))
+    return torch.cat(answers, dim=-1)
+
+
+# Layout, prefix, size and LePE; windows are padded and shifted.
+LOOKS = {
+    "whole": (WholeMap(), 1, (3, 5), False),
+    "whole-lepe": (WholeMap(), 0, (3, 5), True),
+    "windows": (SquareWindows(4, shifted=False), 0, (5, 7), False),
+    "shifted": (SquareWindows(4, shifted=True), 0, (5, 7), False),
+    "stripes": (CrossStripes(2), 0, (5, 7), True),
+}
+every_look = pytest.mark.parametrize(("layout", "prefix", "size", "lepe"), LOOKS.values(), ids=LOOKS)
+
+
+@every_mixer
+@every_look
+def test_rows_and_kernels_are_what_attention_does(randomise, name, layout, prefix, size, lepe):
+    kind, options = MIXERS[name]
+    if kind is SoftmaxAttention and isinstance(layout, SquareWindows):
+        options = {**options, "relative_window": 4}
+    mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options))
+    x, context = tokens(prefix + size[0] * size[1]), tokens(prefix + size[0] * size[1])
+    with torch.no_grad():
+        expected = mixer.attend(x, size, context)
+        for piece in (100, 6, 1):
+            by_rows = attend_by_rows(mixer, x, size, context, piece)
+            torch.testing.assert_close(by_rows, expected, rtol=0, atol=1e-10)
+
+
+@every_mixer
+@every_look
+def test_rows_of_what_is_seen(randomise, name, layout, prefix, size, lepe):
+    """Nothing of a token that is not seen; all as ever where all is seen; the same in pieces."""
+    kind, options = MIXERS[name]
+    mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options)).requires_grad_(False)
+    x = tokens(prefix + size[0] * size[1])
+    for share in mixer.shares(x, size, x):
+        q, k, v, windows, *_ = share
+        count = k.shape[2]
+        seen = torch.rand(1, 1, count, count) < 0.6
+        seen[..., 2, :] = False
+        rows = mixer.rows(q, k, v, windows, seen)
+        assert rows.shape == (*q.shape[:2], count, count)
+        assert rows.isfinite().all()
+        assert torch.all(rows[~seen.expand_as(rows)] == 0)
+        part = mixer.rows(q[:, :, 3:5], k, v, windows, seen[:, :, 3:5], first=3)
+        torch.testing.assert_close(part, rows[:, :, 3:5], rtol=0, atol=1e-12)
+        everywhere = torch.ones_like(seen)
+        torch.testing.assert_close(
+            mixer.rows(q, k, v, windows, everywhere), mixer.rows(q, k, v, windows), rtol=0, atol=1e-12
+        )
 
 
 def test_context_is_used_for_the_kernels_alone(randomise):
@@ -198,21 +290,31 @@ def test_window_means_of_large_numbers_in_half_precision():
 # The table of attentions
 
 
-@pytest.mark.parametrize("word", ATTENTIONS)
-def test_every_attention_is_a_mixer_with_an_explicit_form_of_its_word(word):
-    assert issubclass(ATTENTIONS[word], TokenMixer)
-    q = torch.rand(1, 1, 3, 2)
-    assert ops.attention_weights(q, q, kind=word).shape == (1, 1, 3, 3)
+def test_the_attentions_are_there():
+    words = {"inline", "softmax", "linear", "hydra", "efficient", "angular", "enhanced", "focused"}
+    assert set(ATTENTIONS) == words
+    # And all of them are compared with the reference and with their rows, above.
+    assert {kind for kind, _ in MIXERS.values()} == set(ATTENTIONS.values())
 
 
-def test_the_three_attentions_are_there():
-    assert set(ATTENTIONS) == {"inline", "linear", "softmax"}
+def test_every_attention_has_an_explicit_form():
+    """Enhanced attention is linear attention with another MLP."""
+    assert set(EXPLICIT_FORMS) == set(ATTENTIONS) - {"enhanced"}
+    for kind in ATTENTIONS.values():
+        assert issubclass(kind, TokenMixer)
+        assert kind.rows is not TokenMixer.rows
+
+
+@every_kind
+def test_own_options_are_options(kind):
+    parameters = inspect.signature(kind.__init__).parameters
+    assert set(kind.own_options) <= set(parameters)
 
 
 # Errors
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTIONS.values() if kind is not HydraAttention])
 @pytest.mark.parametrize("heads", [3, 0, -2, 16])
 def test_heads_that_do_not_divide_the_channels_are_refused(kind, heads):
     with pytest.raises(ValueError, match=f"dim must be divisible by num_heads, but dim is 8 and num_heads is {heads}"):
@@ -263,6 +365,9 @@ def test_unknown_options_are_refused():
 def test_the_base_class_does_not_mix():
     with pytest.raises(NotImplementedError):
         TokenMixer(DIM, HEADS)(torch.randn(1, 16, DIM), (4, 4))
+    q = torch.randn(1, 4, 16, 2)
+    with pytest.raises(NotImplementedError):
+        TokenMixer(DIM, HEADS).rows(q, q, q, WholeMap()((4, 4))[0])
 
 
 def test_layout_is_the_whole_map_by_default():

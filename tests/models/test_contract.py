@@ -4,11 +4,14 @@ import pytest
 import timm
 import torch
 from timm.models import create_model
+from timm.models._features_fx import create_feature_extractor
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 from inlinevit.models import attention_by_stage
 
 FAMILIES = ("inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny")
+# Those with parameters of their own.
+LEARNING_RIVALS = ("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny")
 SHALLOW = {
     "inline_deit_tiny": {"depth": 3},
     "inline_pvt_tiny": {"depths": (1, 1, 1, 1)},
@@ -62,6 +65,14 @@ def test_scripts_for_any_size(name):
         for size in ((64, 64), (75, 98)):
             images = torch.randn(2, 3, *size)
             torch.testing.assert_close(scripted(images), model(images))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fx_traces(name):
+    model, images = shallow(name), torch.randn(2, 3, 64, 96)
+    traced = create_feature_extractor(model, ["head"])
+    with torch.no_grad():
+        torch.testing.assert_close(traced(images)["head"], model(images))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -123,21 +134,35 @@ def test_reset_classifier_and_pooling(name):
             model.reset_classifier(3, "median")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny"])
-def test_norms_biases_positions_and_tables_do_not_decay(name):
-    model = create_model(name, device="meta")
+AFFINE = {"attention_options": {"feature_map": "relu_affine"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in (*FAMILIES, "pvt_tiny", "focused_deit_tiny")), ("inline_deit_tiny", AFFINE)],
+)
+def test_norms_biases_positions_and_tables_do_not_decay(name, options):
+    model = create_model(name, device="meta", **options)
     still, decaying = param_groups_weight_decay(model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay())
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     assert still["weight_decay"] == 0
     decaying_names = {names[id(parameter)] for parameter in decaying["params"]}
     for key, parameter in model.named_parameters():
-        particular = ("class_token", "positions.table", "relative_position_bias_table")
+        particular = (
+            "class_token",
+            "positions.table",
+            "relative_position_bias_table",
+            "feature_map.bias",
+            "attn.spread",
+        )
         expected = parameter.ndim > 1 and not key.endswith(particular)
         assert (key in decaying_names) == expected, key
-    assert any(key.endswith("local_residual.fc2.weight") for key in decaying_names) or name == "pvt_tiny"
+    learned = {"pvt_tiny": "reduce.proj.weight", "focused_deit_tiny": "attn.conv.weight"}
+    assert any(key.endswith(learned.get(name, "local_residual.fc2.weight")) for key in decaying_names)
+    assert any(key.endswith("feature_map.matrix") for key in decaying_names) == bool(options)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny"])
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", "focused_deit_tiny"])
 def test_layer_decay_grows_with_depth(name):
     model = create_model(name, device="meta")
     groups = param_groups_layer_decay(model, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay())
@@ -164,7 +189,7 @@ def test_a_pruned_model_works_on(name):
         assert model.forward_features(images).shape == maps[1].shape
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny"])
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_RIVALS])
 def test_init_weights_fills_an_empty_model(name):
     torch.manual_seed(0)
     model = create_model(name, device="meta").to_empty(device="cpu")
@@ -178,7 +203,7 @@ def test_init_weights_fills_an_empty_model(name):
         assert spread == pytest.approx(expected, rel=0.3, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny"])
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_RIVALS])
 def test_an_empty_batch_is_answered_empty(name):
     assert create_model(name, num_classes=3).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
 
@@ -220,15 +245,19 @@ def test_attention_is_spelled_out_by_stage_and_block():
 
 
 @pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny", "pvt_tiny", "cswin_tiny"])
-def test_any_mix_by_stage(name):
-    words = ("linear", "inline", "softmax", "inline")
+@pytest.mark.parametrize(
+    "words", [("linear", "inline", "softmax", "inline"), ("hydra", "focused", "angular", "enhanced")]
+)
+def test_any_mix_by_stage(name, words):
     model = create_model(name, attention=words, num_classes=4)
     assert [type(stage.blocks[0].attn).__name__.lower().removesuffix("attention") for stage in model.stages] == [*words]
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 4)
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"'flash'.*inline, linear, softmax"):
+    with pytest.raises(
+        ValueError, match=r"'flash'.*angular, efficient, enhanced, focused, hydra, inline, linear, softmax"
+    ):
         create_model("inline_swin_tiny", attention="flash")
     with pytest.raises(ValueError, match="names 2 stages, but the model has 4"):
         create_model("inline_swin_tiny", attention=("inline", "softmax"))
@@ -266,3 +295,4 @@ def test_wrong_images_are_refused(name):
 def test_importing_registers_all_models():
     for name in ("deit", "pvt", "swin", "cswin"):
         assert f"inline_{name}_tiny" in timm.list_models(module=f"inline_{name}")
+    assert "hydra_deit_tiny" in timm.list_models(module="rival_deit")

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 
+from inlinevit.layers import ATTENTIONS
 from inlinevit.models import InLineCSWin, InLineDeiT, InLinePVT, InLineSwin
 
 SMALL = {
@@ -28,8 +29,12 @@ PYRAMIDS = ("pvt", "swin", "cswin")
 MIXED = ("inline", "linear", "softmax", "inline")
 
 
-@pytest.mark.parametrize("size", [(32, 32), (33, 47), (32, 200), (97, 64), (224, 160), (75, 251)])
-@pytest.mark.parametrize("attention", ["inline", "linear", "softmax"])
+SIZES = [(32, 32), (33, 47), (32, 200), (97, 64), (224, 160), (75, 251)]
+# Two of them for the rivals, which differ from linear attention in no way that the size of the map would touch.
+CASES = [(word, size) for word in ATTENTIONS for size in (SIZES if word in MIXED else [(33, 47), (75, 251)])]
+
+
+@pytest.mark.parametrize(("attention", "size"), CASES)
 @pytest.mark.parametrize("family", SMALL)
 def test_any_size_forward_and_backward(family, attention, size):
     torch.manual_seed(0)
@@ -42,11 +47,14 @@ def test_any_size_forward_and_backward(family, attention, size):
         assert parameter.grad.isfinite().all(), name
 
 
+WINDOWS = [("inline", 1), ("inline", 2), ("inline", 7), ("inline", 56), *((word, 3) for word in ATTENTIONS)]
+
+
 @pytest.mark.parametrize("family", PYRAMIDS)
-@pytest.mark.parametrize("window_size", [1, 2, 3, 7, 56])
-def test_explicit_windows_at_sizes_they_do_not_divide(family, window_size):
+@pytest.mark.parametrize(("attention", "window_size"), WINDOWS)
+def test_explicit_windows_at_sizes_they_do_not_divide(family, attention, window_size):
     torch.manual_seed(0)
-    model = SMALL[family](window_size=window_size).eval()
+    model = SMALL[family](attention=attention, window_size=window_size).eval()
     images = torch.randn(2, 3, 75, 130)
     with torch.no_grad():
         together, apart = model(images), torch.cat([model(image[None]) for image in images])

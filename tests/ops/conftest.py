@@ -10,7 +10,15 @@ from torch import Tensor
 
 from inlinevit import ops
 
-FAST = {"softmax": ops.softmax_attention, "linear": ops.linear_attention, "inline": ops.inline_attention}
+FAST: dict[str, Callable[..., Tensor]] = {
+    "softmax": ops.softmax_attention,
+    "linear": ops.linear_attention,
+    "inline": ops.inline_attention,
+    "hydra": ops.hydra_attention,
+    "efficient": ops.efficient_attention,
+    "angular": ops.angular_attention,
+    "focused": ops.focused_attention,
+}
 
 
 @dataclass
@@ -26,8 +34,11 @@ class Problem:
     def fast(self) -> Tensor:
         return FAST[self.kind](self.q, self.k, self.v, **self.options)
 
-    def weights(self) -> Tensor:
-        return ops.attention_weights(self.q, self.k, kind=self.kind, **self.options)
+    def weights(self, **more: Any) -> Tensor:
+        if self.kind == "angular":
+            # Its rows are divided by the length of what they give.
+            more["v"] = self.v
+        return ops.attention_weights(self.q, self.k, kind=self.kind, **self.options, **more)
 
     def explicit(self) -> Tensor:
         return self.weights() @ self.v
@@ -37,9 +48,15 @@ class Problem:
         found = {"q": self.q, "k": self.k, "v": self.v}
         if self.options.get("affine") is not None:
             found["A"], found["b"] = self.options["affine"]
-        if self.options.get("bias") is not None:
-            found["bias"] = self.options["bias"]
+        found.update({name: self.options[name] for name in ("bias", "spread") if self.options.get(name) is not None})
         return found
+
+    def replace(self, leaves: dict[str, Tensor]) -> None:
+        """Compute with other tensors from now on."""
+        self.q, self.k, self.v = (leaves[name] for name in "qkv")
+        if "A" in leaves:
+            self.options["affine"] = (leaves["A"], leaves["b"])
+        self.options.update({name: leaves[name] for name in ("bias", "spread") if name in leaves})
 
     def gradients(self, out: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
         leaves = self.leaves()
@@ -61,7 +78,7 @@ def make_problem() -> Callable[..., Problem]:
         seed: int = 0,
         **options: Any,
     ) -> Problem:
-        """A random problem in float64. Linear attention gets inputs whose divisors stay away from zero."""
+        """A random problem in float64. Attentions that divide get inputs whose divisors stay away from zero."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -69,22 +86,30 @@ def make_problem() -> Callable[..., Problem]:
 
         q, k = draw(batch, heads, queries, width), draw(batch, heads, tokens, width)
         v = draw(batch, heads, tokens, value_width) + 1
-        if kind == "linear":
+        if kind in ("linear", "focused"):
             # q and k lean to the same side in each coordinate. Signed maps get a negative one too.
             lean = torch.ones(width, dtype=torch.float64)
-            lean[1] = -1 if feature_map in ("identity", "leaky_relu") else 1
+            lean[-1] = -1 if feature_map in ("identity", "leaky_relu") else 1
             q, k = 0.4 * q + 2 * lean, 0.4 * k + 2 * lean
         if feature_map is not None:
             options["feature_map"] = feature_map
         if feature_map == "relu_affine":
             matrix = 0.3 * draw(heads, width, width) + torch.eye(width, dtype=torch.float64)
             options["affine"] = (matrix, draw(heads, width) + 1)
+        if kind == "focused":
+            options["spread"] = draw(heads, width).abs() + 0.5
         problem = Problem(kind, q, k, v, options)
         for leaf in problem.leaves().values():
             leaf.requires_grad_()
         return problem
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fast_ops() -> dict[str, Callable[..., Tensor]]:
+    """The fast function of every kind."""
+    return FAST
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,9 @@ CASES = [
     ("inline", "identity", None),
     ("inline", "exp", MASK),
     ("inline", "relu_affine", MASK),
+    *((kind, None, mask) for kind in ("hydra", "efficient", "angular", "focused") for mask in (None, MASK)),
 ]
 cases = pytest.mark.parametrize(("kind", "phi", "mask"), CASES)
-
-
-def fast(kind):
-    return {"softmax": ops.softmax_attention, "linear": ops.linear_attention, "inline": ops.inline_attention}[kind]
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +27,18 @@ def fresh_compiler():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @cases
-def test_script(make_problem, kind, phi, mask):
+def test_script(make_problem, fast_ops, kind, phi, mask):
     problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
-    scripted = torch.jit.script(fast(kind))
+    scripted = torch.jit.script(fast_ops[kind])
     for _ in range(3):  # the second and third run are optimised
         out = scripted(problem.q, problem.k, problem.v, **problem.options)
     torch.testing.assert_close(out, problem.fast(), rtol=0, atol=1e-12)
 
 
 @cases
-def test_compile_in_one_graph(make_problem, kind, phi, mask):
+def test_compile_in_one_graph(make_problem, fast_ops, kind, phi, mask):
     problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
-    compiled = torch.compile(fast(kind), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(fast_ops[kind], fullgraph=True, backend="aot_eager")
     out = compiled(problem.q, problem.k, problem.v, **problem.options)
     torch.testing.assert_close(out, problem.fast(), rtol=0, atol=1e-12)
     cotangent = torch.randn_like(out)
@@ -58,16 +55,17 @@ def test_local_residual():
     torch.testing.assert_close(compiled(v, kernels, (2, 3)), expected)
 
 
-@pytest.mark.parametrize("kind", ["linear", "inline"])
-def test_compile_in_one_graph_under_autocast(make_problem, kind):
+@pytest.mark.parametrize("kind", ["linear", "inline", "hydra", "efficient", "angular", "focused"])
+def test_compile_in_one_graph_under_autocast(make_problem, fast_ops, kind):
     """Autocast stays switched off inside the op."""
     problem = make_problem(kind, queries=4, tokens=5)
-    q, k, v = (x.detach().float() for x in (problem.q, problem.k, problem.v))
-    compiled = torch.compile(fast(kind), fullgraph=True, backend="eager")
+    expected = problem.fast()
+    problem.replace({name: leaf.detach().float() for name, leaf in problem.leaves().items()})
+    compiled = torch.compile(fast_ops[kind], fullgraph=True, backend="eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = compiled(q, k, v)
+        out = compiled(problem.q, problem.k, problem.v, **problem.options)
     assert out.dtype == torch.float32
-    torch.testing.assert_close(out.double(), problem.fast(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_inductor(make_problem):

@@ -1,6 +1,7 @@
 """The explicit N×N forms: the fast ops agree with them, and they have the properties that the paper claims."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inlinevit import ops
+from inlinevit.ops.weights import EXPLICIT_FORMS
 
-CASES = [("softmax", None), *((kind, phi) for kind in ("linear", "inline") for phi in ops.FEATURE_MAPS)]
-MAPPED = CASES[1:]
-SIZES = [(1, 1), (2, 2), (7, 7), (49, 49), (197, 197), (1, 9), (9, 1), (5, 8)]
+MAPPED = ("linear", "inline")
+CASES = [(kind, phi) for kind in EXPLICIT_FORMS for phi in (ops.FEATURE_MAPS if kind in MAPPED else (None,))]
+# Queries of angular attention are those of the first tokens.
+SIZES = [(1, 1), (2, 2), (7, 7), (49, 49), (197, 197), (1, 9), (5, 8)]
+MORE_QUERIES = [(kind, phi) for kind, phi in CASES if kind != "angular"]
 MASK = torch.tensor([[True, False, True, True, False, False, True], [False, True, True, False, True, True, False]])
 PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
 FIGURE = json.loads((Path(__file__).parents[1] / "data" / "figure1.json").read_text())
@@ -36,10 +40,19 @@ def test_fast_op_equals_explicit_form(make_problem, kind, phi, queries, tokens):
     assert_parity(make_problem(kind, phi, queries=queries, tokens=tokens, value_width=5))
 
 
+@pytest.mark.parametrize(("kind", "phi"), MORE_QUERIES)
+def test_fast_op_equals_explicit_form_with_more_queries_than_tokens(make_problem, kind, phi):
+    assert_parity(make_problem(kind, phi, queries=9, tokens=1, value_width=5))
+
+
 @cases
-@pytest.mark.parametrize("scale", [None, 0.37])
-def test_fast_op_equals_explicit_form_with_mask_and_scale(make_problem, kind, phi, scale):
-    assert_parity(make_problem(kind, phi, queries=5, scale=scale, mask=MASK))
+def test_fast_op_equals_explicit_form_with_mask(make_problem, kind, phi):
+    assert_parity(make_problem(kind, phi, queries=5, mask=MASK))
+
+
+@pytest.mark.parametrize(("kind", "phi"), [case for case in CASES if case[0] in ("softmax", *MAPPED)])
+def test_fast_op_equals_explicit_form_with_mask_and_scale(make_problem, kind, phi):
+    assert_parity(make_problem(kind, phi, queries=5, scale=0.37, mask=MASK))
 
 
 @cases
@@ -49,16 +62,13 @@ def test_gradients_are_those_of_finite_differences(make_problem, kind, phi, mask
     names = list(problem.leaves())
 
     def attend(*leaves: Tensor) -> Tensor:
-        given_leaves = dict(zip(names, leaves, strict=True))
-        problem.q, problem.k, problem.v = (given_leaves[name] for name in "qkv")
-        if "A" in given_leaves:
-            problem.options["affine"] = (given_leaves["A"], given_leaves["b"])
+        problem.replace(dict(zip(names, leaves, strict=True)))
         return problem.fast()
 
     assert torch.autograd.gradcheck(attend, tuple(problem.leaves().values()))
 
 
-@pytest.mark.parametrize("kind", ["linear", "inline"])
+@pytest.mark.parametrize("kind", MAPPED)
 def test_one_affine_map_for_all_heads(make_problem, kind):
     """A (width, width) and b (width) count for each head."""
     shared, repeated = make_problem(kind, "relu_affine"), make_problem(kind, "relu_affine")
@@ -72,12 +82,87 @@ def test_one_affine_map_for_all_heads(make_problem, kind):
 @cases
 @pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "masked"])
 def test_rows_sum_to_one_and_skip_padding(make_problem, kind, phi, mask):
+    """But for hydra and angular attention, which have no divisor that would see to it."""
     rows = make_problem(kind, phi, queries=5, mask=mask).weights()
-    torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 2, 5, dtype=rows.dtype), rtol=0, atol=1e-12)
+    ones = torch.ones(2, 2, 5, dtype=rows.dtype)
+    if kind in ("hydra", "angular"):
+        assert torch.all((rows.sum(dim=-1) - ones).abs() > 1e-3)
+    else:
+        # Focused attention adds 1e-6 to its divisor.
+        torch.testing.assert_close(rows.sum(dim=-1), ones, rtol=0, atol=1e-6 if kind == "focused" else 1e-11)
     if mask is not None:
         hidden = ~mask[:, None, None, :].expand_as(rows)
         assert torch.all(rows[hidden] == 0)
         assert torch.all(rows[~hidden] != 0)
+
+
+# Queries that do not see all tokens
+
+
+def attend_alone(problem, image: int, query: int, tokens: Tensor) -> Tensor:
+    """The fast op on one query and the tokens that it sees, by their places; (heads, value width)."""
+    q, k, v = problem.q[image, :, query], problem.k[image, :, tokens], problem.v[image, :, tokens]
+    if problem.kind == "angular":
+        # Its own value counts if it is seen. There is no fast op for a query whose token is not there.
+        out = torch.zeros_like(v[:, 0])
+        for head in range(len(q)):
+            for key, value, token in zip(k[head], v[head], tokens.tolist(), strict=True):
+                angle = q[head] @ key / (q[head].norm() * key.norm()) / math.pi
+                out[head] += (angle + (0.5 if token == query else 0.0)) * value
+        return out / out.norm(dim=-1, keepdim=True)
+    options = {name: value for name, value in problem.options.items() if name != "mask"}
+    return type(problem)(problem.kind, q[None, :, None], k[None], v[None], options).fast()[0, :, 0]
+
+
+@cases
+@pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "masked"])
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_row_is_as_if_unseen_tokens_were_not_there(make_problem, kind, phi, mask, width):
+    problem = make_problem(kind, phi, queries=6, mask=mask, width=width)
+    seen = torch.rand(2, 1, 6, 7) < 0.5
+    # Its own token seen and unseen; a single token; all of them.
+    seen[:, :, 0, 0], seen[:, :, 1, 1] = True, False
+    seen[:, :, 2] = torch.tensor([False, True, True, False, False, False, False])
+    seen[:, :, 3] = True
+    out = problem.weights(seen=seen) @ problem.v
+    for image in range(2):
+        for query in range(6):
+            visible = seen[image, 0, query] if mask is None else seen[image, 0, query] & mask[image]
+            tokens = visible.nonzero().flatten()
+            if len(tokens) > 0:
+                expected = attend_alone(problem, image, query, tokens)
+                torch.testing.assert_close(out[image, :, query], expected, rtol=0, atol=1e-9)
+            else:
+                assert torch.all(out[image, :, query] == 0)
+
+
+@cases
+def test_seen_is_broadcast_and_may_differ_by_head(make_problem, kind, phi):
+    problem = make_problem(kind, phi, queries=5)
+    seen = torch.rand(2, 2, 5, 7) < 0.6
+    rows = problem.weights(seen=seen)
+    for head in range(2):
+        torch.testing.assert_close(rows[:, head], problem.weights(seen=seen[:, head : head + 1])[:, head])
+    everywhere = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    torch.testing.assert_close(problem.weights(seen=everywhere), problem.weights(), rtol=0, atol=1e-12)
+    column = seen[:1, :1, :1]
+    torch.testing.assert_close(problem.weights(seen=column), problem.weights(seen=column.expand(2, 2, 5, 7)))
+
+
+@cases
+@pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "masked"])
+def test_a_query_that_sees_nothing_gets_zeros(make_problem, kind, phi, mask):
+    """And no NaN, forward or backward."""
+    problem = make_problem(kind, phi, queries=5, mask=mask)
+    seen = torch.ones(2, 1, 5, 7, dtype=torch.bool)
+    seen[:, :, 1] = False
+    seen[0, :, 2] = False if mask is None else ~mask[0]
+    out = problem.weights(seen=seen) @ problem.v
+    assert torch.all(out[:, :, 1] == 0)
+    assert torch.all(out[0, :, 2] == 0)
+    assert torch.all(out[:, :, 3] != 0)
+    for name, gradient in problem.gradients(out, torch.ones_like(out)).items():
+        assert gradient.isfinite().all(), name
 
 
 def test_inline_rows_are_the_formula_of_the_paper():
@@ -186,7 +271,7 @@ def test_figure_1(kind, panel):
 
 def test_unknown_kind():
     q = torch.zeros(1, 1, 2, 3)
-    with pytest.raises(ValueError, match=r"'cosine'.*inline, linear, softmax"):
+    with pytest.raises(ValueError, match=r"'cosine'.*angular, efficient, focused, hydra, inline, linear, softmax"):
         ops.attention_weights(q, q, kind="cosine")
 
 
@@ -196,7 +281,7 @@ def test_unknown_option():
         ops.attention_weights(q, q, kind="inline", featuremap="relu")
 
 
-def test_every_kind_takes_the_identity_as_its_feature_map():
+def test_the_three_of_the_paper_take_the_identity_as_their_feature_map():
     q, k = torch.rand(1, 1, 3, 2, dtype=torch.float64), torch.rand(1, 1, 4, 2, dtype=torch.float64)
     for kind in ("softmax", "linear", "inline"):
         rows = ops.attention_weights(q, k, kind=kind, feature_map="identity")

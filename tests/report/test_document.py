@@ -31,6 +31,7 @@ from inlinevit.report import (
     curves_figure,
     dots_figure,
     spread_figure,
+    styles_of,
 )
 
 HOSTILE = "<script>alert('&\"1')</script>"
@@ -172,6 +173,20 @@ def test_other_name(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"analysis.html", "analysis.json"}
 
 
+def test_drawings_are_saved_under_the_names_of_their_sections(tmp_path: Path) -> None:
+    def picture() -> Picture:
+        figure = Figure(figsize=(1, 0.5))
+        figure.subplots().plot([1, 2], [3, 4])
+        return Picture(figure, "", "")
+
+    sections = [Section("one", "", [Text(""), picture()]), Section("two", "", [picture(), picture()])]
+    Report("a", "b", [*sections, Section("none", "", [])]).save_drawings(tmp_path / "figures")
+    names = [f"{name}.{ending}" for name in ("one", "two-1", "two-2") for ending in ("png", "svg")]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == names
+    assert Image.open(tmp_path / "figures" / "one.png").info["dpi"] == pytest.approx((200, 200), rel=0.01)
+    assert ET.parse(tmp_path / "figures" / "two-1.svg").getroot().tag.endswith("svg")
+
+
 def test_new_kind_of_block(tmp_path: Path) -> None:
     @dataclass
     class Quote(Block):
@@ -208,6 +223,23 @@ def test_each_attention_has_a_style_of_its_own() -> None:
     assert set(STYLES) == set(ATTENTIONS)
     for field in ("name", "color", "marker", "dash"):
         assert len({vars(style)[field] for style in STYLES.values()}) == len(STYLES)
+
+
+def test_models_of_one_attention_can_be_told_apart() -> None:
+    words = {
+        **{word: word for word in STYLES},
+        "b": "inline",
+        "c": "inline",
+        "d": "softmax",
+        "e": "mixed",
+        "f": "mixed",
+    }
+    styles = styles_of(words)
+    assert [style.name for style in styles.values()] == list(words)
+    assert all(styles[word].color == own.color and styles[word].dash == own.dash for word, own in STYLES.items())
+    for field in ("color", "marker"):
+        assert len({vars(style)[field] for style in styles.values()}) == len(words)
+    assert len({(style.color, style.dash) for style in styles.values()}) == len(words)
 
 
 def test_an_attention_has_the_same_colour_in_every_drawing() -> None:

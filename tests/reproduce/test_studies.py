@@ -28,7 +28,7 @@ def test_cells_of_one_key_are_the_same() -> None:
         for cell in study.cells:
             assert cell in CELLS
     assert len(CELLS) == 27
-    assert len(plan({name: study.seeds for name, study in STUDIES.items()})) == 73
+    assert len(plan({name: study.seeds for name, study in STUDIES.items()})) == 70
 
 
 def test_claims_speak_of_cells_of_their_study() -> None:
@@ -71,4 +71,4 @@ def test_description_names_all() -> None:
     text = describe_studies()
     assert all(f"{name}: {study.title}" in text for name, study in STUDIES.items())
     assert all(f"  {cell.key}, " in text for cell in CELLS)
-    assert "27 different cells, 73 runs of 1000 steps" in text
+    assert "27 different cells, 70 runs of 1000 steps" in text

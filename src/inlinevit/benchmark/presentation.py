@@ -8,13 +8,13 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from ..report import Block, Picture, Report, Section, Table, Text
+from ..report.figures import svg_bytes
 from .figures import Line, LinesPanel, attention_line, lines_figure, modes_figure
 from .machine import GEMM_SIDE
 from .measure import Measurement, Results, best_modes, from_json
@@ -335,8 +335,7 @@ def write_report(results: Results, folder: Path, name: str) -> Path:
 
 def write_svg(figure: Figure, path: Path) -> None:
     """The same figure makes the same file."""
-    with matplotlib.rc_context({"svg.hashsalt": "inlinevit"}):
-        figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None})
+    path.write_bytes(svg_bytes(figure))
 
 
 def read_results(path: Path) -> tuple[Results, dict[str, Any]]:

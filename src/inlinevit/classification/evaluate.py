@@ -66,7 +66,7 @@ def evaluate(
     )
     if show_progress:
         batches = track(batches, "evaluating", console=Console(stderr=True), disable=not accelerator.is_main_process)
-    usable = _usable(batches, ProblemCounter(config.max_unreadable), labels)
+    usable = usable_batches(batches, ProblemCounter(config.max_unreadable), labels)
     metrics = EvaluationMetrics(num_classes, accelerator.device)
     # The bare model: DistributedDataParallel would wait for processes whose share is smaller.
     bare = accelerator.unwrap_model(model)
@@ -78,7 +78,7 @@ def evaluate(
     return metrics.compute()
 
 
-def _usable(
+def usable_batches(
     batches: Iterable[tuple[Tensor, Tensor, list[str]]], problems: ProblemCounter, labels: Sequence[int] | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches without the images that could not be read, under the model's labels."""
@@ -167,7 +167,7 @@ def evaluate_command(
         make_folder(Path(output))
     with accelerator.main_process_first():
         classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size, crop_pct=crop_pct)
-    data = _evaluation_data(model, data)
+    data = evaluation_data(model, data)
     source = open_part(data, training=False)
     outcome = evaluate(
         classifier.model.to(accelerator.device),
@@ -188,7 +188,7 @@ def evaluate_command(
     accelerator.end_training()
 
 
-def _evaluation_data(model: str, data: DataConfig) -> DataConfig:
+def evaluation_data(model: str, data: DataConfig) -> DataConfig:
     """The images to evaluate on, as a set that stands for itself: its classes are matched by name."""
     run = run_config(model)
     if run is not None and data.eval_path is None and data.path == DataConfig().path:

@@ -73,7 +73,7 @@ def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps
     it was when it is run again; one that is finished, or was begun with other settings, is run anew.
 
     Args:
-        output: Folder of the results: report.html, report.json, and a folder for each model.
+        output: Folder of the results: report.html, report.json, figures/, and a folder for each model.
         data: "embedded", the Fashion-MNIST images that come with this package; or fashion-mnist:FOLDER, with the
             folder of its four .gz files, for all of them.
         seed: Decides initial weights, order of the data and augmentation.

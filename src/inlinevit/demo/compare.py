@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
+from ..analysis.command import Effort, Subject, analyze
+from ..analysis.page import Analysis, analysis_sections
 from ..benchmark.timing import take_turns
 from ..classification.config import ClassificationConfig
 from ..classification.evaluate import evaluate
 from ..classification.metrics import Evaluation
 from ..classification.sources import ArraySource
 from ..classification.task import Classification
-from ..report import Report
+from ..report import STYLES, Report
 from ..training.config import to_plain
 from ..training.files import replace_json
 from ..training.loop import Trainer
@@ -30,6 +32,9 @@ from .sections import Contender, comparison_sections, settings_section
 # Turns that each model has while steps are timed.
 TIMED_ROUNDS = 25
 STATE_FILE = "demo.json"
+FIGURES = "figures"
+# How much is looked at inside the models.
+EFFORT = Effort(images=200, confusion_images=50, batch_size=50)
 
 
 def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: Console) -> Path:
@@ -75,8 +80,12 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
     assert isinstance(source, ArraySource)
     for section in comparison_sections(contenders, source):
         report.add(section)
+    analyses = [look_inside(attention, task, trainers[attention], console) for attention, task in tasks.items()]
+    for section in analysis_sections(analyses):
+        report.add(section)
     report.add(settings_section(settings, len(task.training_source)))
     path = report.write(folder)
+    report.save_drawings(folder / FIGURES)
     replace_json(folder / STATE_FILE, {"state": "finished", "settings": settings})
     console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
     return path
@@ -95,8 +104,8 @@ def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None
         raise ValueError(f"{folder} holds something else than a demo: name a new folder with --output")
     # A demo that is killed while it clears the folder leaves nothing to go on with, so the next one clears it again.
     replace_json(file, {"state": "clearing", "settings": settings})
-    for attention in settings:
-        shutil.rmtree(folder / attention, ignore_errors=True)
+    for name in (*settings, FIGURES):
+        shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("report.html", "report.json"):
         (folder / name).unlink(missing_ok=True)
     replace_json(file, {"state": "running", "settings": settings})
@@ -131,6 +140,13 @@ def make_step(task: Classification, trainer: Trainer) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
+
+
+def look_inside(attention: str, task: Classification, trainer: Trainer, console: Console) -> Analysis:
+    """Where the attention of a trained model goes, on some of the test images."""
+    model = trainer.bare_model.eval()
+    subject = Subject(STYLES[attention].name, attention, model, task.spec, task.num_classes)
+    return analyze(subject, task.evaluation_source, EFFORT, console)
 
 
 def examine(task: Classification, trainer: Trainer) -> tuple[Evaluation, NDArray[np.int64]]:

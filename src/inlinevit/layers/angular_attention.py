@@ -8,6 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops._common import hide_pairs, visible_pairs
 from .layouts import Windows, take_share
 from .token_mixer import TokenMixer, padding_mask
 
@@ -27,7 +28,7 @@ class AngularAttention(TokenMixer):
 
     def __init__(self, dim: int, num_heads: int, **options: Any) -> None:
         super().__init__(dim, num_heads, **options)
-        factory = {"device": options.get("device"), "dtype": options.get("dtype")}
+        factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         padding = (TAPS // 2, 0)
         self.token_conv = nn.Conv2d(
             num_heads, num_heads, (TAPS, 1), padding=padding, groups=num_heads, bias=False, **factory
@@ -46,9 +47,10 @@ class AngularAttention(TokenMixer):
         self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
     ) -> Tensor:
         """See TokenMixer.rows."""
-        attention = ops.angular_weights(q, k, v=v, mask=padding_mask(k, windows), seen=seen, first=first)
+        mask = padding_mask(k, windows)
+        attention = ops.angular_weights(q, k, v=v, mask=mask, seen=seen, first=first)
         taps = take_share(self.token_conv.weight, windows).flatten(1).to(attention.dtype)
         places = torch.arange(k.shape[2], device=k.device)
         tap = places - places[first : first + q.shape[2], None] + TAPS // 2
         band = torch.where((tap >= 0) & (tap < TAPS), taps[:, tap.clamp(0, TAPS - 1)], 0.0)
-        return attention + (band if seen is None else torch.where(seen, band, 0.0))
+        return attention + hide_pairs(band, visible_pairs(mask, seen))

@@ -93,7 +93,9 @@ class Block(nn.Module):
     def works_in_pieces(self, x: Tensor) -> bool:
         """Whether a CPU is to compute much, and nobody will ask for what is computed on the way."""
         return (
-            x.device.type == "cpu"
+            # While fx traces, nothing is known of x.
+            not issubclass(type(x), torch.fx.Proxy)
+            and x.device.type == "cpu"
             and not (self.training or torch.compiler.is_compiling() or torch.jit.is_tracing())
             and x.shape[0] * x.shape[1] * self.hidden_dim > PIECE
             and not needs_gradient(x, *self.parameters())

@@ -1,6 +1,6 @@
 """Plain linear attention as a module."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import register_notrace_module
@@ -23,7 +23,7 @@ class LinearAttention(TokenMixer):
         **options: Those of TokenMixer.
     """
 
-    own_options = ("feature_map",)
+    own_options: ClassVar[tuple[str, ...]] = ("feature_map",)
 
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **options: Any) -> None:
         super().__init__(dim, num_heads, **options)

@@ -2,9 +2,11 @@
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 
+@register_notrace_module
 class LocalMlp(nn.Module):
     """linear → depthwise 3×3 convolution over the map → GELU → linear. Prefix tokens pass the convolution by.
 

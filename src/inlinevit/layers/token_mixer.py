@@ -44,8 +44,8 @@ class Share(NamedTuple):
 class TokenMixer(nn.Module):
     """Multi-head attention over tokens on a grid: project, cut into windows, mix, merge, project.
 
-    A kind of attention is a subclass that says how the tokens of a window are mixed (`mix`, and written out `rows`), and
-    by which kernels their neighbourhood is added, if any (`local_kernels`, `fixed_kernels`).
+    A kind of attention is a subclass that says how the tokens of a window are mixed (`mix`, and written out `rows`),
+    and by which kernels their neighbourhood is added, if any (`local_kernels`, `fixed_kernels`).
 
     Args:
         dim: Channels.
@@ -216,7 +216,7 @@ class TokenMixer(nn.Module):
         """The heads of one share: (batch, tokens, 3, all heads, width) to (batch · windows, tokens, 3 · channels)."""
         heads = self.num_heads // windows.shares
         qkv = qkv[:, :, :, windows.share * heads : (windows.share + 1) * heads]
-        return cut_windows(qkv.reshape(qkv.shape[0], qkv.shape[1], -1), windows)
+        return cut_windows(qkv.flatten(2), windows)
 
     @torch.jit.unused
     def shares(self, x: Tensor, size: tuple[int, int], context: Tensor) -> list[Share]:
@@ -226,7 +226,8 @@ class TokenMixer(nn.Module):
         found = []
         for windows in self.windows_with_prefix(size, tokens - size[0] * size[1]):
             cut = self.cut_share(qkv, windows)
-            q, k, v = cut.view(*cut.shape[:2], 3, -1, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+            heads = self.num_heads // windows.shares
+            q, k, v = cut.view(*cut.shape[:2], 3, heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
             channels = self.dim // windows.shares
             context_share = context[:, :, windows.share * channels : (windows.share + 1) * channels]
             kernels, bias = self.local_kernels(context_share, windows), None

@@ -42,6 +42,13 @@ CATALOG = {
     "inline_cswin_small": ModelFacts(224, 33_032_872, 6.75, 83.8),
     "inline_cswin_base": ModelFacts(224, 73_413_640, 14.85, 84.5),
     "inline_cswin_base_384": ModelFacts(384, 73_413_640, 46.12, 85.7),
+    "softmax_deit_tiny": ModelFacts(224, 5_717_416, 1.25, 72.2),
+    "linear_deit_tiny": ModelFacts(224, 5_717_416, 1.13, 69.8),
+    "hydra_deit_tiny": ModelFacts(224, 5_717_416, 1.07, 68.3),
+    "efficient_deit_tiny": ModelFacts(224, 5_717_416, 1.13, 70.2),
+    "angular_deit_tiny": ModelFacts(224, 5_717_740, 1.14, 70.8),
+    "enhanced_deit_tiny": ModelFacts(224, 5_809_576, 1.15, 72.9),
+    "focused_deit_tiny": ModelFacts(224, 6_193_576, 1.14, 74.1),
     "pvt_tiny": ModelFacts(224, 13_229_288, 1.93, 75.1),
     "pvt_small": ModelFacts(224, 24_485_864, 3.82, 79.8),
     "pvt_medium": ModelFacts(224, 44_208_104, 6.66, None),
@@ -55,8 +62,8 @@ CATALOG = {
 def measure(model: nn.Module, size: tuple[int, int], in_chans: int = 3) -> tuple[int, float]:
     """Count a model's parameters and its multiply-adds for one image, in 10⁹.
 
-    Matrix products, convolutions and fused attention count. The nine scaled shifts of the local residual are
-    elementwise, and do not; they would add less than 1 %.
+    Matrix products, convolutions and fused attention count. The nine scaled shifts of the local residual and the
+    products of hydra attention are elementwise, and do not; they would add less than 1 %.
 
     Args:
         model: The model; on the meta device this takes no memory.

@@ -6,7 +6,17 @@ kind of content is a subclass of `Block` with its own piece of template.
 
 from .blocks import Block, ImageGrid, Picture, Table, Text, Tile
 from .document import Report, Section, environment
-from .figures import STYLES, Panel, Series, Style, curves_figure, dots_figure, spread_figure
+from .figures import (
+    STYLES,
+    Panel,
+    Series,
+    Style,
+    curves_figure,
+    dots_figure,
+    save_drawing,
+    spread_figure,
+    styles_of,
+)
 
 __all__ = [
     "STYLES",
@@ -24,5 +34,7 @@ __all__ = [
     "curves_figure",
     "dots_figure",
     "environment",
+    "save_drawing",
     "spread_figure",
+    "styles_of",
 ]

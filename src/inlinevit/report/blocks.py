@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
+
+from .figures import svg_bytes
 
 # Everything that is put into a template is escaped, whatever it comes from.
 TEMPLATES = Environment(
@@ -105,11 +106,7 @@ class Picture(Block):
     @property
     def uri(self) -> str:
         """The drawing itself, as a data URI."""
-        buffer = io.BytesIO()
-        # A fixed salt and no date: the same figure makes the same file.
-        with matplotlib.rc_context({"svg.hashsalt": "inlinevit"}):
-            self.figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
-        return data_uri("image/svg+xml", buffer.getvalue())
+        return data_uri("image/svg+xml", svg_bytes(self.figure))
 
 
 @dataclass

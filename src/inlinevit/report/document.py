@@ -15,7 +15,8 @@ import torch
 
 from .. import __version__
 from ..training.files import replace_bytes
-from .blocks import TEMPLATES, Block
+from .blocks import TEMPLATES, Block, Picture
+from .figures import save_drawing
 
 
 @dataclass
@@ -68,6 +69,13 @@ class Report:
         replace_bytes(path.with_name(f"{name}.json"), (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
         replace_bytes(path, page.encode())
         return path
+
+    def save_drawings(self, folder: str | Path) -> None:
+        """Write each drawing as KEY.png and KEY.svg, numbered where a section has several."""
+        for section in self.sections:
+            figures = [block.figure for block in section.blocks if isinstance(block, Picture)]
+            for number, figure in enumerate(figures, start=1):
+                save_drawing(figure, Path(folder), section.key if len(figures) == 1 else f"{section.key}-{number}")
 
 
 def environment() -> dict[str, Any]:
