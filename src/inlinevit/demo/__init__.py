@@ -27,16 +27,7 @@ def demo_config(
     """
     return ClassificationConfig(
         data=DataConfig(path=data, batch_size=50, workers=0),
-        augment=AugmentConfig(
-            scale=None,
-            crop_padding=0,
-            color_jitter=0.0,
-            auto_augment=None,
-            random_erasing=0.0,
-            mixup=0.0,
-            cutmix=0.0,
-            label_smoothing=0.0,
-        ),
+        augment=AugmentConfig.mirrored_only(),
         model=ModelConfig(
             name="inline_deit_tiny",
             img_size=28,
