@@ -348,7 +348,8 @@ def maps_section(analyses: Sequence[Analysis]) -> Section:
     blocks: list[Block] = [
         Text(
             "The row of one query, laid out as a picture: how much each place of the image counts for it, layer by "
-            "layer. Weights of softmax and linear attention are never negative; those of InLine attention may be."
+            "layer. Weights of softmax attention are never negative, nor are those of linear attention with ReLU; those "
+            "of InLine attention may be."
         ),
         Text(sentences, is_key=True),
         *pictures,

@@ -150,9 +150,12 @@ class Backbone(nn.Module):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Keep learned positions for another input size from now on. Inputs of any size work without this, too."""
         for stage, reduction in zip(self.stage_list(), self.reductions, strict=True):
-            for module in stage.modules():
-                if isinstance(module, PositionEmbedding):
-                    module.set_grid(grid_of(img_size, reduction))
+            if stage.positions is not None:
+                before = stage.positions.grid
+                # Attention may have learned positions of its own, for the map or for windows.
+                for module in stage.modules():
+                    if isinstance(module, PositionEmbedding) and module.grid == before:
+                        module.set_grid(grid_of(img_size, reduction))
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
