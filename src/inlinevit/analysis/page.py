@@ -348,7 +348,7 @@ def maps_section(analyses: Sequence[Analysis]) -> Section:
     blocks: list[Block] = [
         Text(
             "The row of one query, laid out as a picture: how much each place of the image counts for it, layer by "
-            "layer. Weights of softmax attention are never negative, nor are those of linear attention with ReLU; those "
+            "layer. Weights of softmax attention are not negative, nor are those of linear attention with ReLU. Those "
             "of InLine attention may be."
         ),
         Text(sentences, is_key=True),
