@@ -142,10 +142,10 @@ def test_tool_takes_a_new_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_page_keeps_what_stands_between_the_tables() -> None:
     record = read_record(load_tool().RECORD)
     names = ["reproduce", *(f"reproduce-{name}" for name in STUDIES)]
-    page = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\nremark\n" for name in names)
+    page = "".join(f"<!-- {name} -->\nformer table\n<!-- /{name} -->\nremark\n" for name in names)
     new = rewritten(page, record)
     assert new.count("remark\n") == len(names)
-    assert "old" not in new
+    assert "former table" not in new
     assert rewritten(new, record) == new
     with pytest.raises(ValueError, match="should have <!-- reproduce-maps -->"):
         rewritten(page.replace("reproduce-maps", "maps"), record)
