@@ -198,13 +198,13 @@ def test_attention_options_in_pyramids(name):
 @pytest.mark.parametrize(
     ("attention", "option", "remedy"),
     [
-        ("inline", "featuremap", "choose of feature_map, local_residual, path"),
-        ("linear", "local_residual", "choose of feature_map"),
-        ("softmax", "relative_window", "choose of unit_queries"),
+        ("inline", "featuremap", "choose one of feature_map, local_residual, path"),
+        ("linear", "local_residual", "choose one of feature_map"),
+        ("softmax", "relative_window", "choose one of unit_queries"),
         ("hydra", "feature_map", "leave it out"),
         ("enhanced", "feature_map", "leave it out"),
         ("focused", "grid", "leave it out"),
-        (("hydra", "softmax"), "path", "choose of unit_queries"),
+        (("hydra", "softmax"), "path", "choose one of unit_queries"),
     ],
 )
 def test_options_that_no_attention_has_are_refused(attention, option, remedy):

@@ -120,3 +120,9 @@ def test_outcome_without_times(config: ClassificationConfig) -> None:
     outcome = read_outcome(folder)
     assert outcome is not None
     assert (outcome.top1, outcome.seconds, outcome.words) == (50.0, None, "50.00")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text('{"metrics": {"top1"')
+    with pytest.raises(ValueError, match=r"results\.json is damaged: remove the folder"):
+        read_outcome(tmp_path)

@@ -140,7 +140,7 @@ def check_attention_options(given: Mapping[str, Any], words: Sequence[Sequence[s
     for name in given:
         if name not in known:
             kinds = " and ".join(sorted({word for stage in words for word in stage}))
-            choice = f"choose of {', '.join(sorted(known))}" if known else "leave it out"
+            choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out"
             raise ValueError(f"{kinds} attention has no option {name!r} in attention_options: {choice}")
 
 

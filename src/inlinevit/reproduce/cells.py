@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..classification.config import ClassificationConfig
 from ..classification.task import Classification
@@ -59,10 +59,10 @@ class Ended(NamedTuple):
 
 def read_outcome(folder: Path) -> Outcome | None:
     """What came out of the run in a folder; None if it is not finished."""
-    times = json.loads((folder / TIME).read_text()) if (folder / TIME).exists() else {}
+    times = read_json(folder / TIME) if (folder / TIME).exists() else {}
     seconds, cpu_seconds = times.get("seconds"), times.get("cpu_seconds")
     if (folder / RESULTS).exists():
-        metrics = json.loads((folder / RESULTS).read_text())["metrics"]
+        metrics = read_json(folder / RESULTS)["metrics"]
         return Outcome(metrics["top1"], metrics["loss"], seconds=seconds, cpu_seconds=cpu_seconds)
     if not (folder / DIVERGED).exists():
         return None
@@ -70,8 +70,16 @@ def read_outcome(folder: Path) -> Outcome | None:
     reports = sorted(folder.glob("diverged-step-*/report.json"))
     if not reports:
         raise ValueError(f"{folder / DIVERGED} stands without the report of its step: remove it to train the run anew")
-    report = json.loads(reports[0].read_text())
+    report = read_json(reports[0])
     return Outcome(diverged_step=report["step"], diverged_what=report["what"], seconds=seconds, cpu_seconds=cpu_seconds)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What a run has left in a file."""
+    try:
+        return json.loads(file.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is damaged: remove the folder {file.parent} to train this run anew") from error
 
 
 def train_cell(config: ClassificationConfig) -> Ended:
@@ -113,6 +121,6 @@ def timed(file: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        before = json.loads(file.read_text()) if file.exists() else {"seconds": 0.0, "cpu_seconds": 0.0}
+        before = read_json(file) if file.exists() else {"seconds": 0.0, "cpu_seconds": 0.0}
         spent = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
         replace_json(file, {name: before[name] + value for name, value in spent.items()})
