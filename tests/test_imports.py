@@ -16,6 +16,7 @@ RANKS = {
     "layers": 1,
     "models": 2,
     "inference": 2,
+    "images": 2,
     **dict.fromkeys(TASKS, 3),
     "demo": 4,
     "reproduce": 4,

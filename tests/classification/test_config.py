@@ -9,7 +9,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inlinevit.classification.classifier import load_config
 from inlinevit.classification.config import (
     AugmentConfig,
     ClassificationConfig,
@@ -27,6 +26,7 @@ from inlinevit.training.config import (
     flattened,
     to_plain,
 )
+from inlinevit.training.runs import load_config
 
 SECTIONS: dict[str, Callable[..., Any]] = {
     "data": DataConfig,
@@ -200,7 +200,7 @@ def test_a_configuration_comes_back_from_yaml(config: ClassificationConfig, tmp_
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(to_plain(config), sort_keys=False))
     assert parse_config(["--config", str(file)]) == config
-    assert load_config(file) == config
+    assert load_config(ClassificationConfig, file) == config
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)

@@ -7,7 +7,7 @@ from PIL import Image
 from timm.data import auto_augment, create_transform
 
 from inlinevit.classification.config import AugmentConfig, ModelConfig
-from inlinevit.classification.inputs import evaluation_transform, input_spec, training_transform, upright
+from inlinevit.classification.inputs import evaluation_transform, input_spec, training_transform
 
 PLAIN = AugmentConfig(scale=None, crop_padding=0, hflip=0.0, color_jitter=0.0, auto_augment=None, random_erasing=0.0)
 
@@ -82,18 +82,3 @@ def test_no_policy_of_timms_asks_for_what_pillow_refuses(policy, monkeypatch):
 def test_an_unknown_policy_is_refused(policy):
     with pytest.raises(ValueError, match=f"no augmentation called {policy!r}"):
         training_transform(AugmentConfig(auto_augment=policy), input_spec(ModelConfig(img_size=16)))
-
-
-@pytest.mark.parametrize("size", [(1, 1), (1, 50), (2, 300)])
-def test_images_that_show_nothing_are_refused(size):
-    with pytest.raises(ValueError, match=f"{size[0]} × {size[1]} pixels"):
-        upright(Image.new("RGB", size), "RGB")
-
-
-def test_images_are_turned_as_their_exif_data_say():
-    image = noise(20, 30, 3)
-    exif = image.getexif()
-    exif[0x0112] = 6  # turned by a quarter
-    image.info["exif"] = exif.tobytes()
-    assert upright(image, "RGB").size == (20, 30)
-    assert upright(noise(20, 30, 3), "L").mode == "L"

@@ -1,7 +1,6 @@
 """Building models, and opening those of training runs and of files."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from inlinevit.classification.classifier import imagenet_classes, in_words, load_config, open_classifier, run_weights
-from inlinevit.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
+from inlinevit.classification.classifier import imagenet_classes, in_words, open_classifier
+from inlinevit.classification.config import ModelConfig
 from inlinevit.classification.model import build_model, check_model_name
 from inlinevit.training.checkpoints import CheckpointFolder, Progress
-from inlinevit.training.config import from_plain
+from inlinevit.training.runs import run_weights
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -217,17 +216,3 @@ def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
         open_classifier(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="no model called"):
         open_classifier("nothing")
-
-
-def test_configurations_come_back(tmp_path: Path) -> None:
-    config = ClassificationConfig(
-        augment=AugmentConfig(scale=None, ratio=(0.5, 2.0)), model=ModelConfig(options={"attention": "softmax"})
-    )
-    config.optimizer.betas = (0.5, 0.6)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
-    assert load_config(tmp_path / "config.yaml") == config
-    assert from_plain(AugmentConfig, {"scale": [0.1, 0.2]}).scale == (0.1, 0.2)
-    for content in ("- 1", "", "model: 3", "model: {img_size: -1}", "a: [", "model: {name: 'x'}\n\tb"):
-        (tmp_path / "config.yaml").write_text(content)
-        with pytest.raises(ValueError, match="no configuration of a classification run"):
-            load_config(tmp_path / "config.yaml")

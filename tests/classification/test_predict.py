@@ -1,4 +1,4 @@
-"""Prediction: which files are meant, which can be used, and how the outcome is told."""
+"""Prediction: which images can be used, and how the outcome is told."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from inlinevit.classification.classifier import Classifier
 from inlinevit.classification.inputs import InputSpec
-from inlinevit.classification.predict import Prediction, find_images, image_endings, predict, predict_command
+from inlinevit.classification.predict import Prediction, predict, predict_command
 
 SPEC = InputSpec(size=8, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="nearest", crop_pct=1.0, crop_mode="center")
 
@@ -127,42 +127,6 @@ def truncated_jpeg() -> bytes:
     buffer = io.BytesIO()
     Image.effect_noise((30, 30), 50).save(buffer, "JPEG")
     return buffer.getvalue()[:-200]
-
-
-def test_which_files_are_meant(tmp_path: Path) -> None:
-    for name in ("b.png", "a.JPG", "deep/er/c.webp", "deep/notes.txt", "deep/no_ending", "d[1].gif", "text.md", "x.h5"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "folder.png").mkdir()
-
-    def names(*arguments: str) -> list[str]:
-        return [os.path.relpath(path, tmp_path) for path in find_images(f"{tmp_path}/{name}" for name in arguments)]
-
-    assert names("") == ["a.JPG", "b.png", "d[1].gif", "deep/er/c.webp"]
-    assert names("b.png", "", "deep/../a.JPG", "b.png") == ["b.png", "a.JPG", "d[1].gif", "deep/er/c.webp"]
-    assert names("*.png", "**/*.webp") == ["b.png", "folder.png", "deep/er/c.webp"]
-    assert names("d[1].gif", "text.md") == ["d[1].gif", "text.md"]
-    problems = find_images([f"{tmp_path}/{name}" for name in ("nothing.png", "*.xyz", "empty", "b.png")])
-    assert list(problems.values()) == [
-        "there is no such file or folder", "nothing matches this pattern", "the folder holds no images", ""
-    ]  # fmt: skip
-
-
-def test_pipes_are_not_opened(tmp_path: Path) -> None:
-    """Reading from one would wait for a writer that never comes."""
-    os.mkfifo(tmp_path / "pipe.png")
-    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
-    assert list(find_images([f"{tmp_path}/pipe.png"]).values()) == ["it is no regular file"]
-    assert list(find_images([f"{tmp_path}/*.png"]).values()) == [
-        "there is no such file or folder", "it is no regular file"
-    ]  # fmt: skip
-
-
-def test_endings_are_those_that_pillow_can_read() -> None:
-    endings = image_endings()
-    assert {".png", ".jpg", ".jpeg", ".gif", ".webp", ".tif", ".bmp", ".ppm"} <= endings
-    assert not {".pdf", ".h5", ".grib", ".txt", ""} & endings
 
 
 def test_batches_do_not_change_predictions(tmp_path: Path) -> None:

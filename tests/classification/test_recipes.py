@@ -83,7 +83,7 @@ def stated(name: str) -> dict[str, Any]:
 
 
 def test_one_recipe_for_each_published_model() -> None:
-    assert sorted(path.stem for path in RECIPES.iterdir()) == sorted([*TABLE, *SMALL, *REPRODUCED])
+    assert sorted(path.stem for path in RECIPES.glob("*.yaml")) == sorted([*TABLE, *SMALL, *REPRODUCED])
     assert set(TABLE) == {name for name in CATALOG if name.startswith("inline_")}
 
 

@@ -3,31 +3,20 @@
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from ..models._weight_files import read_state_dict
-from ..training.checkpoints import CheckpointFolder, damage
-from ..training.config import from_plain
+from ..training.runs import RUN_CLASSES, RUN_CONFIG, load_config, run_weights
 from .config import ClassificationConfig, ModelConfig
 from .inputs import InputSpec, input_spec
 from .model import build_model, channels_of_weights, check_model_name, classes_of_weights
 
-# What a training run leaves in its folder.
-RUN_CONFIG = "config.yaml"
-RUN_CLASSES = "classes.json"
-RUN_WEIGHTS = "model.safetensors"
-RUN_CHECKPOINTS = "checkpoints"
-BEST = "best"
-# In a checkpoint, averaged weights are the better ones.
-CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
@@ -114,48 +103,7 @@ def _check_name_or_run(model: str) -> None:
 def run_config(model: str) -> ClassificationConfig | None:
     """The configuration of a training run, if this is the folder of one."""
     file = Path(model) / RUN_CONFIG
-    return load_config(file) if file.is_file() else None
-
-
-def load_config(path: str | Path) -> ClassificationConfig:
-    """The configuration that a training run has left."""
-    try:
-        return from_plain(ClassificationConfig, yaml.safe_load(Path(path).read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, TypeError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"{path} is no configuration of a classification run ({problem}): mend it") from error
-
-
-def run_weights(run: Path, checkpoint: str | None) -> Path:
-    """The file with the weights of a training run.
-
-    Args:
-        run: Its folder.
-        checkpoint: "best", the folder of a checkpoint, or a file; None = the final weights or, if the run has not
-            reached its end, those of the newest good checkpoint.
-    """
-    folder = CheckpointFolder(run / RUN_CHECKPOINTS)
-    if checkpoint is None:
-        if (run / RUN_WEIGHTS).is_file():
-            return run / RUN_WEIGHTS
-        newest = folder.newest_good()
-        if newest is None:
-            raise FileNotFoundError(f"{run} holds neither {RUN_WEIGHTS} nor a good checkpoint: train on, or anew")
-        warnings.warn(f"the run in {run} is not finished: using its checkpoint {newest.name}", stacklevel=2)
-        return _weights_in(newest)
-    if checkpoint != BEST:
-        return _weights_in(Path(checkpoint)) if Path(checkpoint).is_dir() else Path(checkpoint)
-    problem = damage(folder.best)
-    if problem is not None:
-        raise ValueError(f"{folder.best} cannot be used ({problem}): choose another checkpoint")
-    return _weights_in(folder.best)
-
-
-def _weights_in(checkpoint: Path) -> Path:
-    for name in CHECKPOINT_WEIGHTS:
-        if (checkpoint / name).is_file():
-            return checkpoint / name
-    raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(CHECKPOINT_WEIGHTS)}: name a checkpoint or a file")
+    return load_config(ClassificationConfig, file) if file.is_file() else None
 
 
 def _read_classes(file: Path) -> list[str] | None:

@@ -4,13 +4,13 @@ import warnings
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..images import bombs_refused, upright, why_unusable
 from ..training.data import EvaluationData, ShardedOrder, ShuffledData, StreamedData, StreamOrder, TrainingData
 from .config import DataConfig
-from .inputs import upright
 from .shards import ShardImages, ShardSource
 from .sources import ImageSource, ThinnedSource
 
@@ -50,8 +50,7 @@ class LabelledImages(Dataset[Sample]):
                 image, label = self.load(place)
             # A broken file can make Pillow raise anything.
             except Exception as error:
-                reason = "it is no image" if isinstance(error, UnidentifiedImageError) else str(error)
-                problems.append(f"{self.source.name(place)} cannot be used ({reason or type(error).__name__})")
+                problems.append(why_unusable(self.source.name(place), error))
                 continue
             return self.transform(image), label, problems
         if self.tries > len(self):
@@ -60,9 +59,7 @@ class LabelledImages(Dataset[Sample]):
 
     def load(self, index: int) -> tuple[Image.Image, int]:
         """An image, ready for the transform, and its label; any error means that the image cannot be used."""
-        with warnings.catch_warnings():
-            # Pillow only warns of images that are large, but not yet a danger to every machine.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with bombs_refused():
             opened, label = self.source.read(index)
             with opened:
                 image = upright(opened, self.mode)

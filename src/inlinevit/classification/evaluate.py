@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..training.config import require
 from ..training.files import finite, make_folder
+from ..training.setup import evaluation_accelerator
 from ..training.state import is_sharded
 from .classifier import Classifier, open_classifier, run_config
 from .config import DataConfig
@@ -158,11 +158,7 @@ def evaluate_command(
         output: Folder for evaluation.json, per_class.csv and confusion.png.
         precision: Half precision for what can bear it.
     """
-    # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
-    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
-    # accelerate would compute in full precision, and say nothing.
-    on_cpu = accelerator.device.type == "cpu"
-    require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
+    accelerator = evaluation_accelerator(precision)
     if output is not None:
         make_folder(Path(output))
     with accelerator.main_process_first():

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from timm.data.auto_augment import AugmentOp, posterize
 from timm.models import get_pretrained_cfg
@@ -13,10 +13,6 @@ from torch import Tensor
 from torchvision import transforms
 
 from .config import AugmentConfig, ModelConfig
-
-# Images with fewer pixels on a side show nothing; longer strips would be blown up to billions of pixels.
-SMALLEST_SIDE = 2
-LONGEST_TO_SHORTEST = 100
 
 
 @dataclass
@@ -60,26 +56,6 @@ def input_spec(config: ModelConfig) -> InputSpec:
         crop_pct=spec["crop_pct"],
         crop_mode=spec["crop_mode"],
     )
-
-
-def upright(image: Image.Image, mode: str) -> Image.Image:
-    """An image decoded, turned as its EXIF data say, in the colours that a model wants.
-
-    Raises:
-        OSError: It cannot be decoded.
-        ValueError: It is too small or too long to show anything.
-    """
-    short, long = sorted(image.size)
-    if short < SMALLEST_SIDE or long > LONGEST_TO_SHORTEST * short:
-        raise ValueError(
-            f"it has {image.width} × {image.height} pixels, which show nothing: at least {SMALLEST_SIDE} are needed on "
-            f"the shorter side, and at most {LONGEST_TO_SHORTEST} times as many on the longer one"
-        )
-    turned = ImageOps.exif_transpose(image)
-    if turned.mode.startswith("I;16"):
-        # Pillow would make all but the darkest of 16-bit pixels white.
-        turned = turned.convert("I").point(lambda value: value / 256).convert("L")
-    return turned.convert(mode)
 
 
 class Normalized:

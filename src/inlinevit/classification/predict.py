@@ -1,10 +1,8 @@
 """What is in images: files in, classes with probabilities out."""
 
 import csv
-import glob
 import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -15,12 +13,12 @@ from typing import Literal, TextIO
 import torch
 from accelerate import PartialState
 from PIL import Image
-from PIL.ImageFile import StubImageFile
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch.utils.data import DataLoader
 
+from ..images import ImageFiles, on_one_line
 from .classifier import Classifier, open_classifier
 from .data import LabelledImages, Sample
 from .inputs import evaluation_transform
@@ -60,97 +58,14 @@ class Prediction:
     error: str | None = None
 
 
-class FileSource:
-    """Images in files, without labels: an ImageSource where all labels are 0.
-
-    Args:
-        files: Paths, each with what is already known to be wrong with it ("" = nothing).
-    """
+class FileSource(ImageFiles):
+    """Images in files, without labels: an ImageSource where all labels are 0."""
 
     classes: list[str] | None = None
 
-    def __init__(self, files: dict[str, str]) -> None:
-        self.files = list(files.items())
-
-    def __len__(self) -> int:
-        return len(self.files)
-
     def read(self, index: int) -> tuple[Image.Image, int]:
         """See ImageSource.read."""
-        path, problem = self.files[index]
-        if problem:
-            raise ValueError(problem)
-        return Image.open(path), 0
-
-    def name(self, index: int) -> str:
-        """See ImageSource.name."""
-        # Bytes that are no text must not stop the output.
-        return os.fsencode(self.files[index][0]).decode(errors="backslashreplace")
-
-
-def find_images(arguments: Iterable[str]) -> dict[str, str]:
-    """The files that are meant by names, folders and glob patterns, each once.
-
-    Of a folder, the files at any depth whose endings are those of images are taken, in the order of their names.
-
-    Returns:
-        Paths, each with what is wrong with it ("" = nothing so far).
-    """
-    files: dict[str, str] = {}
-    seen: set[str] = set()
-    for argument in arguments:
-        for path, problem in _expand(argument):
-            place = os.path.abspath(path)
-            if place not in seen:
-                seen.add(place)
-                files[path] = problem
-    return files
-
-
-def _expand(argument: str) -> Iterator[tuple[str, str]]:
-    """The files that one argument means, each with what is wrong with it."""
-    if os.path.isdir(argument):
-        yield from _images_in(argument)
-    elif os.path.exists(argument) or not glob.has_magic(argument):
-        yield argument, _what_is_wrong(argument)
-    else:
-        matches = sorted(glob.glob(argument, recursive=True))
-        if not matches:
-            yield argument, "nothing matches this pattern"
-        for match in matches:
-            if os.path.isdir(match):
-                yield from _images_in(match)
-            else:
-                yield match, _what_is_wrong(match)
-
-
-def _what_is_wrong(path: str) -> str:
-    """Why a path should not be opened; "" if it can be."""
-    if os.path.isfile(path):
-        return ""
-    # Reading from a pipe or a device could last for ever.
-    return "it is no regular file" if os.path.exists(path) else "there is no such file or folder"
-
-
-def _images_in(folder: str) -> Iterator[tuple[str, str]]:
-    endings = image_endings()
-    files = sorted(str(file) for file in Path(folder).rglob("*") if file.suffix.lower() in endings and file.is_file())
-    if not files:
-        yield folder, "the folder holds no images"
-    for file in files:
-        yield file, ""
-
-
-def image_endings() -> set[str]:
-    """The endings of the files that Pillow can read."""
-    formats = Image.registered_extensions()
-    return {ending for ending, name in formats.items() if name in Image.OPEN and not _is_stub(name)}
-
-
-def _is_stub(name: str) -> bool:
-    """Whether Pillow knows a format, but needs more software to read it."""
-    reader = Image.OPEN[name][0]
-    return isinstance(reader, type) and issubclass(reader, StubImageFile)
+        return self.open(index), 0
 
 
 @torch.no_grad()
@@ -174,7 +89,7 @@ def predict(
     if top < 1 or batch_size < 1:
         raise ValueError(f"top is {top} and batch_size {batch_size}: both should be at least 1")
     spec, names = classifier.spec, classifier.readable_classes()
-    source = FileSource(find_images(images))
+    source = FileSource(images)
     samples = LabelledImages(source, evaluation_transform(spec), spec.mode, num_classes=1)
     device = torch.device(device or PartialState().device)
     model = classifier.model.to(device)
@@ -249,13 +164,8 @@ def _with_problems_told(predictions: Iterable[Prediction], failed: list[str]) ->
     for prediction in predictions:
         if prediction.error is not None:
             failed.append(prediction.file)
-            print(_on_one_line(prediction.error), file=sys.stderr)
+            print(on_one_line(prediction.error), file=sys.stderr)
         yield prediction
-
-
-def _on_one_line(text: str) -> str:
-    """Text without what could break a line or steer a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def write_table(predictions: Iterable[Prediction], stream: TextIO) -> None:
@@ -265,8 +175,8 @@ def write_table(predictions: Iterable[Prediction], stream: TextIO) -> None:
     for prediction in predictions:
         for rank, chosen in enumerate(prediction.classes):
             table.add_row(
-                Text(_on_one_line(prediction.file) if rank == 0 else "", overflow="fold"),
-                Text(_on_one_line(chosen.name)),
+                Text(on_one_line(prediction.file) if rank == 0 else "", overflow="fold"),
+                Text(on_one_line(chosen.name)),
                 f"{100 * chosen.probability:.1f}",
                 end_section=rank == len(prediction.classes) - 1,
             )

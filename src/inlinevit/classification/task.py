@@ -9,12 +9,13 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from ..training.config import require
+from ..training.creation import check_model_name
 from ..training.data import TrainingData
 from .config import AugmentConfig, ClassificationConfig, DistillationConfig, ModelConfig
 from .data import ProblemCounter, training_batches
 from .evaluate import evaluate
 from .inputs import input_spec, training_transform
-from .model import build_model, check_model_name, classes_of_model
+from .model import build_model, classes_of_model
 from .sources import open_source
 
 

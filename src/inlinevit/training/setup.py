@@ -53,6 +53,20 @@ def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
     return accelerator
 
 
+def evaluation_accelerator(precision: str) -> Accelerator:
+    """One process or many, as the launcher says, for a command that does not train.
+
+    Args:
+        precision: "no", "bf16" or "fp16".
+    """
+    # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
+    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
+    # accelerate would compute in full precision, and say nothing.
+    on_cpu = accelerator.device.type == "cpu"
+    require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
+    return accelerator
+
+
 def checkpoint_gradients(model: Any) -> None:
     """Have a model compute activations twice instead of keeping them. Some of timm's have a method that refuses to."""
     try:

@@ -1,0 +1,75 @@
+"""What a training run leaves in its folder, whatever its task: which configuration, which weights."""
+
+import warnings
+from pathlib import Path
+
+import yaml
+
+from .checkpoints import CheckpointFolder, damage
+from .config import AnyConfig, from_plain
+
+RUN_CONFIG = "config.yaml"
+RUN_WEIGHTS = "model.safetensors"
+RUN_CHECKPOINTS = "checkpoints"
+BEST = "best"
+# In a checkpoint, averaged weights are the better ones.
+CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
+# What a task notes in the folder tells whose run it is.
+RUN_CLASSES = "classes.json"
+RUN_CATEGORIES = "categories.json"
+TASKS = {
+    RUN_CLASSES: ("classification", "inlinevit eval or inlinevit predict"),
+    RUN_CATEGORIES: ("detection", "inlinevit detect eval or inlinevit detect predict"),
+}
+
+
+def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
+    """The configuration that a training run has left.
+
+    Args:
+        kind: The class of the task's configurations.
+        path: The file.
+    """
+    try:
+        return from_plain(kind, yaml.safe_load(Path(path).read_text()))
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, TypeError) as error:
+        task = kind.__name__.removesuffix("Config").lower()
+        for note, (other, commands) in TASKS.items():
+            if other != task and Path(path).with_name(note).is_file():
+                raise ValueError(
+                    f"{Path(path).parent} holds a {other} run, not a {task} run: use {commands}"
+                ) from error
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path} is no configuration of a {task} run ({problem}): mend it") from error
+
+
+def run_weights(run: Path, checkpoint: str | None) -> Path:
+    """The file with the weights of a training run.
+
+    Args:
+        run: Its folder.
+        checkpoint: "best", the folder of a checkpoint, or a file; None = the final weights or, if the run has not
+            reached its end, those of the newest good checkpoint.
+    """
+    folder = CheckpointFolder(run / RUN_CHECKPOINTS)
+    if checkpoint is None:
+        if (run / RUN_WEIGHTS).is_file():
+            return run / RUN_WEIGHTS
+        newest = folder.newest_good()
+        if newest is None:
+            raise FileNotFoundError(f"{run} holds neither {RUN_WEIGHTS} nor a good checkpoint: train on, or anew")
+        warnings.warn(f"the run in {run} is not finished: using its checkpoint {newest.name}", stacklevel=2)
+        return _weights_in(newest)
+    if checkpoint != BEST:
+        return _weights_in(Path(checkpoint)) if Path(checkpoint).is_dir() else Path(checkpoint)
+    problem = damage(folder.best)
+    if problem is not None:
+        raise ValueError(f"{folder.best} cannot be used ({problem}): choose another checkpoint")
+    return _weights_in(folder.best)
+
+
+def _weights_in(checkpoint: Path) -> Path:
+    for name in CHECKPOINT_WEIGHTS:
+        if (checkpoint / name).is_file():
+            return checkpoint / name
+    raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(CHECKPOINT_WEIGHTS)}: name a checkpoint or a file")
