@@ -12,10 +12,13 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from inlinevit.training.data import (
     EvaluationData,
+    GroupedOrder,
     Samples,
     ShardedOrder,
     ShuffledData,
@@ -126,6 +129,63 @@ def test_total_batches_do_not_depend_on_the_number_of_processes(repeats: int) ->
     shares = [every(shuffled(batch_size=3, process=p, processes=2, repeats=repeats)) for p in range(2)]
     together = [torch.cat(batches) for batches in zip(*shares, strict=True)]
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+@given(
+    groups=st.lists(st.integers(-1, 2), min_size=1, max_size=60),
+    shape=st.sampled_from([(1, 1), (2, 1), (3, 2), (1, 4), (2, 3)]),
+    seed=st.integers(0, 2**32),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_groups_keep_to_themselves(groups: list[int], shape: tuple[int, int], seed: int, epoch: int) -> None:
+    batch_size, processes = shape
+    total = batch_size * processes
+    batches = list(GroupedOrder(groups, total, seed=seed).requests(epoch, 0))
+    assert len(batches) == len(ShardedOrder(len(groups), total, seed=seed)) == len(groups) // total
+    drawn = [index for batch in batches for index, _ in batch]
+    assert len(set(drawn)) == len(drawn) == len(batches) * total
+    assert set(drawn) <= set(range(len(groups)))
+    # Mixed are only those that no single group can fill; some of them may be of one group by chance.
+    mixed = sum(len({groups[index] for index, _ in batch}) > 1 for batch in batches)
+    assert mixed <= len(batches) - sum(groups.count(group) // total for group in set(groups))
+    # Whoever deals, and from wherever: the same.
+    orders = [
+        GroupedOrder(groups, batch_size, seed=seed, process=process, processes=processes)
+        for process in range(processes)
+    ]
+    shares = [list(order.requests(epoch, 0)) for order in orders]
+    assert [list(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)] == batches
+    assert [list(order.requests(epoch, 1)) for order in orders] == [share[1:] for share in shares]
+
+
+def test_groups_are_shuffled_and_come_in_any_order() -> None:
+    groups = [0] * 40 + [1] * 20
+    order = GroupedOrder(groups, 4, seed=1)
+    epochs = [[[index for index, _ in batch] for batch in order.requests(epoch, 0)] for epoch in range(3)]
+    for batches in epochs:
+        assert sorted(chain.from_iterable(batches)) == list(range(60))
+        kinds = [groups[batch[0]] for batch in batches]
+        assert all(len({groups[index] for index in batch}) == 1 for batch in batches)
+        assert kinds not in (sorted(kinds), sorted(kinds, reverse=True))
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert {frozenset(batch) for batch in epochs[0]} != {frozenset(batch) for batch in epochs[1]}
+
+
+def test_what_fills_no_batch_is_not_always_of_the_same_group() -> None:
+    # Of each, 3 are left: 4 of these make a mixed batch, 2 are left out.
+    order = GroupedOrder([0] * 7 + [1] * 7, 4, seed=1)
+    left_out = set()
+    for epoch in range(60):
+        drawn = {index for batch in order.requests(epoch, 0) for index, _ in batch}
+        left_out |= set(range(14)) - drawn
+    assert left_out == set(range(14))
+
+
+def test_samples_of_groups_have_seeds_of_their_own() -> None:
+    order = GroupedOrder([0, 1] * 10, 4, seed=1)
+    seeds = [seed for epoch in range(2) for batch in order.requests(epoch, 0) for _, seed in batch]
+    assert len(set(seeds)) == len(seeds) == 40
 
 
 @pytest.mark.parametrize("make", [shuffled, streamed])

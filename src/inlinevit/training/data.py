@@ -207,13 +207,63 @@ class ShardedOrder:
     def __len__(self) -> int:
         return self.length // (self.batch_size * self.processes)
 
+    def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """The samples of all processes in the order of an epoch, total batch after total batch, and their seeds."""
+        return draw_order(self.length, self.repeats, seed_of(self.seed, epoch))
+
     def requests(self, epoch: int, start: int) -> Iterator[list[Place]]:
         """The places of each batch of an epoch, without the first `start` batches."""
-        order, seeds = draw_order(self.length, self.repeats, seed_of(self.seed, epoch))
+        order, seeds = self.draw(epoch)
         for batch in range(start, len(self)):
             first = (batch * self.processes + self.process) * self.batch_size
             chosen = slice(first, first + self.batch_size)
             yield list(zip(order[chosen].tolist(), seeds[chosen].tolist(), strict=True))
+
+
+class GroupedOrder(ShardedOrder):
+    """A sharded order in which the samples of a total batch are of one group, such as images that lie or stand.
+
+    What is left of the groups, less than a total batch of each, makes mixed batches. So there are as many batches as
+    without groups. Pure and mixed ones come in any order.
+
+    Args:
+        groups: The group of each sample, by its index.
+        batch_size: Samples in a batch of one process.
+        seed: The run's seed.
+        process: This process.
+        processes: How many there are.
+        repeats: As for ShardedOrder.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[int],
+        batch_size: int,
+        *,
+        seed: int,
+        process: int = 0,
+        processes: int = 1,
+        repeats: int = 1,
+    ) -> None:
+        super().__init__(len(groups), batch_size, seed=seed, process=process, processes=processes, repeats=repeats)
+        self.groups = torch.tensor(groups)
+
+    def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """See ShardedOrder.draw."""
+        order, seeds = super().draw(epoch)
+        total = self.batch_size * self.processes
+        drawn = self.groups[order]
+        pure, left = [], []
+        for group in self.groups.unique():
+            members = (drawn == group).nonzero().flatten()
+            filled = len(members) // total * total
+            pure.append(members[:filled])
+            left.append(members[filled:])
+        # Sorted, what is left comes as it was drawn, so the last of it, which fills no batch, is of any group.
+        batches = torch.cat([*pure, torch.cat(left).sort().values])[: len(self) * total].view(-1, total)
+        turns, _ = draw_order(len(batches), 1, seed_of(self.seed, epoch, 1))
+        places = batches[turns].flatten()
+        return order[places], seeds[places]
 
 
 @dataclass(frozen=True)
