@@ -1,0 +1,262 @@
+"""Detectors: torchvision's Mask R-CNN, and its cascade, on the backbones of timm's registry."""
+
+from typing import Any, cast
+
+from timm.data import resolve_data_config
+from timm.models import get_pretrained_cfg
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+from torchvision.ops import MultiScaleRoIAlign
+
+from ..models import load_checkpoint
+from ..models._weight_files import read_state_dict
+from ..training.creation import (
+    check_model_name,
+    classes_of_weights,
+    create_from_weights,
+    create_model,
+    create_published,
+    is_ours,
+    load_weights,
+)
+from .cascade import BOX_WEIGHTS, IOU_THRESHOLDS, CascadeRoIHeads
+from .config import DetectorConfig
+from .pyramid import PyramidBackbone
+
+# Arguments of backbones that DetectorConfig has its own words for, or that a pyramid decides.
+OWN_WORDS = {
+    "drop_path_rate": "drop_path",
+    "pretrained": "pretrained",
+    "checkpoint_path": "checkpoint",
+    "num_classes": "num_classes",
+    "features_only": "backbone",
+    "out_indices": "backbone",
+}
+ASPECT_RATIOS = (0.5, 1.0, 2.0)
+# Sides of the pooled regions for boxes and for masks.
+BOX_REGION, MASK_REGION = 7, 14
+MASK_LAYERS = 4
+POSITIVE_SHARE = 0.25
+# Where the weights of a whole detector are told from those of a backbone.
+BODY = "backbone.body."
+# Layers of the heads whose width is the number of categories.
+BY_CLASS = ("cls_score", "box_predictor.bbox_pred", "mask_fcn_logits")
+
+
+class DetectorTransform(GeneralizedRCNNTransform):
+    """torchvision's way from images to a batch and back, for images that come resized in training.
+
+    Attributes:
+        pastes_masks: Whether masks come as large as their images, (objects, 1, height, width); otherwise they are
+            (objects, 1, 28, 28), for paste_masks_in_image to paste a few at a time.
+    """
+
+    def __init__(self, config: DetectorConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__(config.side, config.longest_side, list(mean), list(std), _skip_resize=True)
+        self.pastes_masks = True
+
+    def postprocess(
+        self, result: list[dict[str, Tensor]], image_shapes: list[tuple[int, int]], original: list[tuple[int, int]]
+    ) -> list[dict[str, Tensor]]:
+        """Detections in the coordinates of the images as they were given."""
+        if self.pastes_masks or self.training:
+            return super().postprocess(result, image_shapes, original)
+        small = [one.pop("masks") for one in result]
+        result = super().postprocess(result, image_shapes, original)
+        return [{**one, "masks": masks} for one, masks in zip(result, small, strict=True)]
+
+
+class ClassAgnosticPredictor(FastRCNNPredictor):
+    """Scores by class, and one box for all of them.
+
+    Args:
+        in_channels: Of a region.
+        num_classes: With background.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__(in_channels, num_classes)
+        self.num_classes = num_classes
+        self.bbox_pred = nn.Linear(in_channels, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Regions (n, channels) to logits (n, classes) and the same box code for each class, (n, 4 · classes)."""
+        logits, deltas = super().forward(x)
+        return logits, deltas.repeat(1, self.num_classes)
+
+
+class PyramidRCNN(MaskRCNN):
+    """Mask R-CNN on a feature pyramid, with heads of one stage or in a cascade.
+
+    Args:
+        backbone: The pyramid.
+        config: Its heads, and what it tells.
+        num_classes: Categories, without background.
+        mean: Of the images, by channel.
+        std: Of the images, by channel.
+    """
+
+    def __init__(
+        self,
+        backbone: PyramidBackbone,
+        config: DetectorConfig,
+        num_classes: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+    ) -> None:
+        anchors = [config.anchor_side * 2**level for level in range(5)]
+        heads = make_heads(config, num_classes)
+        super().__init__(
+            backbone,
+            rpn_anchor_generator=AnchorGenerator(tuple((side,) for side in anchors), (ASPECT_RATIOS,) * len(anchors)),
+            box_head=heads.box_head,
+            box_predictor=heads.box_predictor,
+            mask_head=heads.mask_head,
+            mask_predictor=heads.mask_predictor,
+        )
+        self.roi_heads = (
+            heads
+            if config.kind == "mask_rcnn"
+            else CascadeRoIHeads([heads, *(make_heads(config, num_classes, stage) for stage in (1, 2))])
+        )
+        self.transform = DetectorTransform(config, mean, std)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the backbone's activations twice instead of keeping them."""
+        cast(PyramidBackbone, self.backbone).set_grad_checkpointing(enable)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that should not decay."""
+        return {f"backbone.{name}" for name in cast(PyramidBackbone, self.backbone).no_weight_decay()}
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the backbone; what comes after it depends on how many objects there are."""
+        self.backbone.compile(*args, **kwargs)
+
+
+def make_heads(config: DetectorConfig, num_classes: int, stage: int = 0) -> RoIHeads:
+    """The heads of one stage.
+
+    Args:
+        config: The detector.
+        num_classes: Categories, without background.
+        stage: Which one of a cascade; the first is that of Mask R-CNN.
+    """
+    predictor = ClassAgnosticPredictor if config.class_agnostic_boxes else FastRCNNPredictor
+    threshold, levels = IOU_THRESHOLDS[stage], ["0", "1", "2", "3"]
+    return RoIHeads(
+        box_roi_pool=MultiScaleRoIAlign(levels, BOX_REGION, sampling_ratio=2),
+        box_head=TwoMLPHead(config.channels * BOX_REGION**2, config.box_channels),
+        box_predictor=predictor(config.box_channels, num_classes + 1),
+        fg_iou_thresh=threshold,
+        bg_iou_thresh=threshold,
+        batch_size_per_image=config.rois,
+        positive_fraction=POSITIVE_SHARE,
+        bbox_reg_weights=BOX_WEIGHTS[stage],
+        score_thresh=config.score_threshold,
+        nms_thresh=config.nms_threshold,
+        detections_per_img=config.detections,
+        mask_roi_pool=MultiScaleRoIAlign(levels, MASK_REGION, sampling_ratio=2),
+        mask_head=MaskRCNNHeads(config.channels, (config.channels,) * MASK_LAYERS, 1),
+        mask_predictor=MaskRCNNPredictor(config.channels, config.channels, num_classes + 1),
+    )
+
+
+def mask_rcnn(backbone: str, num_classes: int, **options: Any) -> PyramidRCNN:
+    """Mask R-CNN on a backbone of ours or of timm's.
+
+    Args:
+        backbone: What timm calls it; it gives features at strides 4, 8, 16 and 32.
+        num_classes: Categories, without background; labels are from 1 on.
+        **options: Further fields of DetectorConfig.
+    """
+    return build_detector(DetectorConfig(kind="mask_rcnn", backbone=backbone, **options), num_classes)
+
+
+def cascade_mask_rcnn(backbone: str, num_classes: int, **options: Any) -> PyramidRCNN:
+    """Cascade Mask R-CNN, with three stages; arguments as for mask_rcnn."""
+    return build_detector(DetectorConfig(kind="cascade_mask_rcnn", backbone=backbone, **options), num_classes)
+
+
+def build_detector(config: DetectorConfig, num_classes: int) -> PyramidRCNN:
+    """The detector of a configuration, with the weights that it starts from.
+
+    Args:
+        config: The detector.
+        num_classes: Categories, without background.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        OSError: The published weights cannot be fetched.
+        ValueError: There is no such backbone or option, it gives other strides, or the checkpoint is of another model.
+    """
+    check_model_name(config.backbone)
+    weights = None if config.checkpoint is None else read_state_dict(config.checkpoint)
+    is_whole = weights is not None and any(name.startswith(BODY) for name in weights)
+    body = build_body(config, None if is_whole else weights)
+    made_for = get_pretrained_cfg(config.backbone)
+    spec = resolve_data_config(pretrained_cfg=made_for.to_dict() if made_for else {})
+    backbone = PyramidBackbone(body, config.channels, frozen_stages=config.frozen_stages)
+    detector = PyramidRCNN(backbone, config, num_classes, spec["mean"], spec["std"])
+    if weights is not None and config.checkpoint is not None and is_whole:
+        load_weights(detector, weights, config.checkpoint, by_class=BY_CLASS)
+    return detector
+
+
+def build_body(config: DetectorConfig, weights: dict[str, Tensor] | None) -> nn.Module:
+    """The backbone of a detector as timm's features_only gives it.
+
+    Args:
+        config: The detector.
+        weights: A classifier's weights to start from, out of the file that the configuration names.
+    """
+
+    def create(**more: Any) -> nn.Module:
+        try:
+            return create_model(
+                config.backbone,
+                {"features_only": True, **more},
+                # timm's Swin takes images of one size only, unless it is told otherwise.
+                optional={"drop_path_rate": config.drop_path or None, "strict_img_size": False},
+                options=config.options,
+                own_words=OWN_WORDS,
+            )
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            if more:
+                raise
+            raise ValueError(
+                f"{config.backbone} gives no features ({error}): choose a hierarchical backbone, such as "
+                "inline_pvt_tiny"
+            ) from error
+
+    if config.pretrained:
+        return create_published(config.backbone, lambda: create(pretrained=True))
+    if weights is None or config.checkpoint is None:
+        return create()
+    if is_ours(config.backbone):
+        body = create()
+        load_checkpoint(body, config.checkpoint)
+        return body
+    overlay = {"state_dict": weights, "num_classes": classes_of_weights(config.backbone, weights), "label_offset": 0}
+    body = create_from_weights(
+        config.checkpoint, config.backbone, lambda: create(pretrained=True, pretrained_cfg_overlay=overlay)
+    )
+    # timm leaves out the head, and takes any file at all then.
+    if share_taken(body, weights) < 0.5:
+        raise ValueError(
+            f"{config.checkpoint} does not hold the weights of {config.backbone}: choose the backbone that the file "
+            "was made for"
+        )
+    return body
+
+
+def share_taken(model: nn.Module, weights: dict[str, Tensor]) -> float:
+    """Share of a model's matrices and kernels that are among some weights, under whatever names."""
+    known = {(weight.shape, weight.double().sum().item()) for weight in weights.values()}
+    own = [parameter.detach() for parameter in model.parameters() if parameter.dim() > 1]
+    return sum((weight.shape, weight.double().sum().item()) in known for weight in own) / len(own)

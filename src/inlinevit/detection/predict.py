@@ -1,0 +1,169 @@
+"""What is where in images: files in, drawings and JSON out."""
+
+import io
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from PIL import Image
+
+from ..images import ImageFiles, bombs_refused, on_one_line, readable_name, upright, why_unusable
+from ..training.config import require
+from ..training.files import make_folder, space_for
+from .coco import Record
+from .detector import Detector, open_detector
+from .drawing import draw_objects
+from .results import find_objects, to_results
+
+PREDICTIONS = "predictions.json"
+OBJECTS_SHOWN = 3
+
+
+@dataclass
+class Prediction:
+    """What a detector sees in an image.
+
+    Attributes:
+        file: What the image is called.
+        image: The image, upright and in RGB; None if there is an error.
+        objects: In COCO's results format, the surest first.
+        error: Why the image cannot be used; None if it can.
+    """
+
+    file: str
+    image: Image.Image | None = None
+    objects: list[Record] = field(default_factory=list)
+    error: str | None = None
+
+
+def predict(
+    detector: Detector, files: ImageFiles, *, threshold: float = 0.5, device: torch.device | str | None = None
+) -> Iterator[Prediction]:
+    """What a detector sees in images, one after the other, as they are read.
+
+    Args:
+        detector: The detector; it is moved to the device.
+        files: The images.
+        threshold: Objects with lower scores are not told.
+        device: Where to compute; None = the best there is.
+    """
+    require(0 <= threshold <= 1, f"threshold is {threshold}: it should be from 0 to 1")
+    device = torch.device(device or PartialState().device)
+    model = detector.model.to(device)
+    for index in range(len(files)):
+        try:
+            with bombs_refused(), files.open(index) as opened:
+                image = upright(opened, "RGB")
+        # A broken file can make Pillow raise anything.
+        except Exception as error:
+            yield Prediction(files.name(index), error=why_unusable(files.name(index), error))
+            continue
+        answer = find_objects(model, torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device))
+        sure = {name: values[answer["scores"] >= threshold] for name, values in answer.items()}
+        objects = to_results(sure, index, (image.height, image.width), detector.categories)
+        objects.sort(key=lambda one: one["score"], reverse=True)
+        yield Prediction(files.name(index), image, objects)
+
+
+def predict_command(
+    run: str,
+    images: list[str],
+    output: str,
+    checkpoint: str | None = None,
+    threshold: float = 0.5,
+    device: str | None = None,
+) -> int:
+    """Tell what is where in images, and draw it.
+
+    Args:
+        run: The folder of a training run.
+        images: Images, folders of them, or glob patterns.
+        output: Folder for a drawing of each image, NAME.png, and predictions.json.
+        checkpoint: "best" or a checkpoint of the run; null = the final weights.
+        threshold: Objects with lower scores are not told.
+        device: Where to compute, such as cpu or cuda; null = the best there is.
+
+    Returns:
+        The exit code: 1 if an image could not be used, else 0.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # People want names to be shown, even in letters that their terminal does not know.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    folder = Path(output)
+    make_folder(folder)
+    detector = open_detector(run, checkpoint=checkpoint)
+    files = ImageFiles(images)
+    predictions = predict(detector, files, threshold=threshold, device=device)
+    names = {category.id: category.name for category in detector.categories}
+    failed = 0
+    with space_for(folder), (folder / PREDICTIONS).open("w", encoding="utf-8") as stream:
+        separator = "[\n"
+        try:
+            for prediction, drawing in zip(predictions, drawing_files(files, folder), strict=True):
+                if prediction.image is None:
+                    failed += 1
+                    print(on_one_line(prediction.error or ""), file=sys.stderr)
+                else:
+                    draw_objects(prediction.image, prediction.objects, detector.categories).save(drawing)
+                    print(on_one_line(summary(prediction, names)))
+                stream.write(separator + json.dumps(to_json(prediction, drawing, names), ensure_ascii=False))
+                separator = ",\n"
+        finally:
+            # Should something go wrong, what was told before is JSON all the same.
+            stream.write("[]\n" if separator == "[\n" else "\n]\n")
+    return 1 if failed else 0
+
+
+def drawing_files(files: ImageFiles, folder: Path) -> list[Path]:
+    """A file for the drawing of each image: names that clash get numbers, and no image is written over."""
+    home = Path(os.path.realpath(folder))
+    # There are disks that take A.png for a.png.
+    taken = {os.path.realpath(path).casefold() for path, _ in files.files}
+    uses: Counter[str] = Counter()
+    chosen = []
+    for path, _ in files.files:
+        stem = Path(path).stem
+        name = None
+        while name is None or str(home / name).casefold() in taken:
+            uses[stem] += 1
+            name = f"{stem}.png" if uses[stem] == 1 else f"{stem}-{uses[stem]}.png"
+        taken.add(str(home / name).casefold())
+        chosen.append(folder / name)
+    return chosen
+
+
+def summary(prediction: Prediction, names: dict[int, str]) -> str:
+    """A line on an image: how many objects, and the surest of them."""
+    count = len(prediction.objects)
+    shown = [f"{names[one['category_id']]} {100 * one['score']:.0f} %" for one in prediction.objects[:OBJECTS_SHOWN]]
+    more = ["…"] if count > OBJECTS_SHOWN else []
+    objects = f"{count} object{'' if count == 1 else 's'}"
+    return f"{prediction.file}: {objects}{': ' if shown else ''}{', '.join(shown + more)}"
+
+
+def to_json(prediction: Prediction, drawing: Path, names: dict[int, str]) -> Record:
+    """What predictions.json tells of an image."""
+    if prediction.image is None:
+        return {"file": prediction.file, "error": prediction.error}
+    objects = [
+        {
+            "category": names[one["category_id"]],
+            **{key: one[key] for key in ("category_id", "score", "bbox", "segmentation")},
+        }
+        for one in prediction.objects
+    ]
+    width, height = prediction.image.size
+    return {
+        "file": prediction.file,
+        "width": width,
+        "height": height,
+        "drawing": readable_name(drawing.name),
+        "objects": objects,
+    }
