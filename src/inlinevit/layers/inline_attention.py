@@ -100,7 +100,8 @@ class InLineAttention(TokenMixer):
     def attend_folded(self, x: Tensor, size: tuple[int, int], context: Tensor) -> Tensor:
         """Attention over the whole map without queries and keys, for φ = identity.
 
-        With x̄ the mean token, C = (1/N) Σ W_k (x_j − x̄) v_jᵀ for each head, and s·q_i·C = x_i·(s·W_qᵀ·C) + s·b_q·C.
+        With x̄ the mean token, C = W_k·Cov(X, X)·W_vᵀ for each head, and s·q_i·C = x_i·(s·W_qᵀ·C) + s·b_q·C. So values
+        are made for the convolution alone.
         """
         (windows,) = self.layout(size)
         batch, tokens, dim = x.shape
@@ -109,19 +110,19 @@ class InLineAttention(TokenMixer):
         bias_q, _, bias_v = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.view(3, heads, width).unbind(0)
         with autocast_off(x):
             mean = x.mean(dim=1)
-            v_mean = F.linear(mean, weight_v.flatten(0, 1), None if bias_v is None else bias_v.flatten()).unsqueeze(1)
-            # As in the covariance form, both sides are centred before they are multiplied.
             centred = x - mean.unsqueeze(1)
-            v = F.linear(centred, weight_v.flatten(0, 1))
-            token_value = (centred.transpose(1, 2) @ v).unflatten(2, (heads, width)).transpose(1, 2)
-            covariance = (weight_k @ token_value) * (width**-0.5 / tokens)
+            among_tokens = (centred.transpose(1, 2) @ centred).unsqueeze(1)
+            covariance = (weight_k @ among_tokens @ weight_v.transpose(1, 2)) * (width**-0.5 / tokens)
             # (batch, heads, dim, width) -> (batch, dim, heads · width)
             fold = (weight_q.transpose(1, 2) @ covariance).transpose(1, 2).flatten(2)
-            constant = v_mean
+            weight_v, bias_v = weight_v.flatten(0, 1), None if bias_v is None else bias_v.flatten()
+            constant = F.linear(mean, weight_v, bias_v).unsqueeze(1)
             if bias_q is not None:
-                constant = v_mean + (bias_q.unsqueeze(1) @ covariance).view(batch, 1, dim)
+                constant = constant + (bias_q.unsqueeze(1) @ covariance).view(batch, 1, dim)
             out = torch.baddbmm(constant, x, fold)
             kernels = None
             if self.local_residual is not None:
                 kernels = self.local_residual(mean if context is x else context.mean(dim=1), windows)
-            return self.add_neighbours(out, v + v_mean, kernels, windows)
+            elif self.lepe is None:
+                return out
+            return self.add_neighbours(out, F.linear(x, weight_v, bias_v), kernels, windows)
