@@ -34,6 +34,25 @@ def test_models_as_json(capsys):
     }
 
 
+def test_models_of_detectors_are_listed_on_demand(capsys):
+    cli.main(["models", "--task", "detection", "--json", "--filter", "*pvt_tiny"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["inline_pvt_tiny", "pvt_tiny"]
+    assert rows[0] == {
+        "name": "inline_pvt_tiny",
+        "parameters": 31_690_997,
+        "gmacs": 210.2,
+        "cascade_parameters": 65_599_681,
+        "cascade_gmacs": 344.9,
+    }
+    cli.main(["models", "--task", "detection", "--markdown", "--filter", "inline_swin_tiny"])
+    assert capsys.readouterr().out.splitlines()[-1] == "| inline_swin_tiny | 48.73 | 261.7 | 82.64 | 396.4 |"
+    cli.main(["models", "--task", "detection"])
+    output = capsys.readouterr().out
+    for name in ("inline_cswin_base", "cswin_base", "swin_base_patch4_window7_224"):
+        assert f" {name} " in output
+
+
 def refused(capsys, *arguments):
     """The exit code and the one line that a command ends with."""
     with pytest.raises(SystemExit) as ended:
@@ -49,6 +68,8 @@ def test_a_filter_without_matches_says_what_to_do(capsys):
     assert code == 1
     assert "no model matches 'resnet*'" in line
     assert "inlinevit models" in line
+    _, line = refused(capsys, "models", "--task", "detection", "--filter", "inline_deit*")
+    assert "`inlinevit models --task detection` lists all of them" in line
 
 
 def test_without_a_command_all_commands_are_listed(capsys):
@@ -67,13 +88,13 @@ def test_every_command_has_help(name, capsys):
     assert "usage: inlinevit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["layer", "model", "accuracy", "window", "resolution", "scaling", "loop"])
+@pytest.mark.parametrize("what", ["layer", "model", "accuracy", "window", "resolution", "scaling", "detection", "loop"])
 def test_each_bench_has_help_of_its_own(what, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", what, "--help"])
     assert ended.value.code == 0
     output = capsys.readouterr().out
-    assert f"{what} [" in output
+    assert f"{what} [" in " ".join(output.split())
     assert ("--tokens" in output) == (what == "layer")
     assert ("--data.path" in output) == (what == "loop")
 
@@ -112,6 +133,9 @@ def test_bench_reports_nothing_if_answers_differ(tmp_path, capsys, monkeypatch):
         ("model --batches -1", "it should be at least 1"),
         ("model --threads 0", "threads is 0: it should be at least 1"),
         ("layer --tokens 50", "49 or 64 would"),
+        ("detection --width 1333", "width 1333 is no multiple of 32: 1312 or 1344 would be"),
+        ("detection --detectors mask_rcn", "did you mean mask_rcnn?"),
+        ("detection --backbones inline_deit_tiny", "choose a hierarchical"),
         ("resolution --modes egaer", "did you mean eager?"),
         ("window --device tpu", "it should be cpu or cuda"),
     ],
@@ -258,3 +282,13 @@ def test_without_its_extra_the_command_line_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "inlinevit.cli")
     with pytest.raises(SystemExit, match=r"pip install 'inlinevit\[cli\]'"):
         import inlinevit.cli  # noqa: F401
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
+    def fail(settings):
+        raise ModuleNotFoundError("No module named 'pycocotools'", name="pycocotools")
+
+    monkeypatch.setitem(cli.COMMANDS, "models", cli.COMMANDS["models"]._replace(run=fail))
+    with pytest.raises(SystemExit):
+        cli.main(["models"])
+    assert "pip install 'inlinevit[detection]'" in capsys.readouterr().err

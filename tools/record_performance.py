@@ -25,6 +25,8 @@ COMMANDS = {
     "revision-training": "tools/against_revision.py --backward --modes eager",
     "scaling": f"{BENCH} scaling --sizes 224 448 1024 2048 --modes eager",
     "accuracy": f"{BENCH} accuracy --modes eager",
+    "detection": f"{BENCH} detection",
+    "detection-training": f"{BENCH} detection --backward",
 }
 
 

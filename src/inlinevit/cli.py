@@ -9,10 +9,10 @@ import signal
 import sys
 import warnings
 from argparse import SUPPRESS, ArgumentError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 
 from . import __version__
 
@@ -25,11 +25,25 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from .classification.config import ClassificationConfig
+    from .detection.config import DetectionConfig
+    from .training.config import TrainConfig
+    from .training.task import Task
+
+AnyConfig = TypeVar("AnyConfig")
 
 # The comments under the fields of configuration classes are the help of the options.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 TRACEBACK = "INLINEVIT_TRACEBACK"
+# Packages that not everybody needs, and what to install for them.
+EXTRAS = {
+    "accelerate": "train",
+    "jinja2": "train",
+    "matplotlib": "train",
+    "torchmetrics": "train",
+    "yaml": "train",
+    "pycocotools": "detection",
+}
 
 
 class Command(NamedTuple):
@@ -121,6 +135,8 @@ def complain(error: Exception, options: list[str]) -> int:
         return say(f"error: {error.filename or 'a file'} cannot be used ({error.strerror}): check the path", 1)
     if isinstance(error, ValueError | OSError):
         return say(f"error: {message}", 1)
+    if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
+        return say(f"error: {message}: pip install 'inlinevit[{extra}]'", 1)
     if isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", message):
         return say("error: another process has ended before this one: see what that one says", 1)
     # Imported by those commands that train, and only they can end so.
@@ -171,6 +187,12 @@ def show_warning(
 def models_parser() -> ArgumentParser:
     """The arguments of `inlinevit models`."""
     parser = new_parser("models", "List all models with their size, cost and accuracy.")
+    parser.add_argument(
+        "--task",
+        choices=("classification", "detection"),
+        default="classification",
+        help="what to list: classifiers, or Mask R-CNN and its cascade on our backbones and on their softmax rivals",
+    )
     parser.add_argument("--filter", default="*", help="show the models whose name matches, such as '*swin*'")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="print JSON")
     parser.add_argument("--markdown", dest="format", action="store_const", const="markdown", help="print Markdown")
@@ -179,60 +201,103 @@ def models_parser() -> ArgumentParser:
 
 def show_models(settings: Namespace) -> None:
     """Print the models whose name matches, as a table, as "json" or as "markdown"."""
-    from .models.catalog import CATALOG, HEADINGS, cells
-
-    names = [name for name in CATALOG if fnmatch.fnmatch(name, settings.filter)]
+    listed = detectors_listed() if settings.task == "detection" else classifiers_listed()
+    names = [name for name in listed.facts if fnmatch.fnmatch(name, settings.filter)]
     if not names:
-        raise ValueError(f"no model matches {settings.filter!r}: `inlinevit models` lists all of them")
+        words = "inlinevit models" if settings.task == "classification" else f"inlinevit models --task {settings.task}"
+        raise ValueError(f"no model matches {settings.filter!r}: `{words}` lists all of them")
     if settings.format == "json":
-        print(json.dumps([{"name": name, **asdict(CATALOG[name])} for name in names], indent=2))
+        print(json.dumps([{"name": name, **asdict(listed.facts[name])} for name in names], indent=2))
     elif settings.format == "markdown":
-        rows = [HEADINGS, ["---"] * len(HEADINGS), *map(cells, names)]
+        rows = [listed.headings, ["---"] * len(listed.headings), *map(listed.cells, names)]
         print("\n".join(f"| {' | '.join(row)} |" for row in rows))
     else:
-        table = Table(*HEADINGS, caption="GMACs for one image; top-1 as published, on ImageNet-1K")
+        table = Table(*listed.headings, caption=listed.caption)
         for column in table.columns[1:]:
             column.justify = "right"
         for name in names:
-            table.add_row(*cells(name))
+            table.add_row(*listed.cells(name))
         Console().print(table)
+
+
+class Listed(NamedTuple):
+    """What `inlinevit models` lists.
+
+    Attributes:
+        facts: By name, a dataclass each.
+        headings: Of the table.
+        cells: From a name to its row.
+        caption: What the figures are.
+    """
+
+    facts: Mapping[str, Any]
+    headings: Sequence[str]
+    cells: Callable[[str], Sequence[str]]
+    caption: str
+
+
+def classifiers_listed() -> Listed:
+    """All classifiers of ours."""
+    from .models.catalog import CATALOG, HEADINGS, cells
+
+    return Listed(CATALOG, HEADINGS, cells, "GMACs for one image; top-1 as published, on ImageNet-1K")
+
+
+def detectors_listed() -> Listed:
+    """Detectors by backbone, each InLine one above its softmax counterpart."""
+    from .detection.cost import DETECTOR_CATALOG, HEADINGS, cells
+
+    caption = "Millions of parameters and GMACs of whole detectors: 80 categories, one image of 1280×800"
+    return Listed(DETECTOR_CATALOG, HEADINGS, cells, caption)
+
+
+def recipe_parser(name: str, description: str, config: type["TrainConfig"], example: str) -> ArgumentParser:
+    """The arguments of a training command: a recipe, and the fields of a configuration."""
+    parser = new_parser(name, f"{description} Options override the recipe.")
+    parser.add_argument("--config", action="config", help=f"a recipe, such as {example}")
+    parser.add_class_arguments(config)
+    return parser
+
+
+def to_config(settings: Namespace, kind: type[AnyConfig]) -> AnyConfig:
+    """What was parsed, as one object."""
+    return kind(**{field.name: settings[field.name] for field in fields(cast(Any, kind))})
+
+
+def run_training(task: "Task", config: "TrainConfig") -> None:
+    """Train to the end, and tell what came out."""
+    from .training.loop import Trainer
+
+    trainer = Trainer(task, config)
+    metrics = trainer.run()
+    if trainer.accelerator.is_main_process:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(f"done: {numbers}; weights and results are in {config.run.output}")
+    trainer.accelerator.end_training()
 
 
 def train_parser() -> ArgumentParser:
     """The arguments of `inlinevit train`: a recipe, and the fields of ClassificationConfig."""
     from .classification.config import ClassificationConfig
 
-    parser = new_parser("train", "Train a classifier. Options override the recipe.")
-    parser.add_argument("--config", action="config", help="a recipe, such as recipes/inline_swin_tiny.yaml")
-    parser.add_class_arguments(ClassificationConfig)
-    return parser
+    return recipe_parser("train", "Train a classifier.", ClassificationConfig, "recipes/inline_swin_tiny.yaml")
 
 
 def parse_config(arguments: Sequence[str]) -> "ClassificationConfig":
     """The configuration that `inlinevit train` would use."""
-    parser = train_parser()
-    return to_config(parser.instantiate(parser.parse_args(list(arguments))))
-
-
-def to_config(settings: Namespace) -> "ClassificationConfig":
-    """What was parsed, as one object."""
     from .classification.config import ClassificationConfig
 
-    return ClassificationConfig(**{field.name: settings[field.name] for field in fields(ClassificationConfig)})
+    parser = train_parser()
+    return to_config(parser.instantiate(parser.parse_args(list(arguments))), ClassificationConfig)
 
 
 def train(settings: Namespace) -> None:
     """Train a classifier."""
+    from .classification.config import ClassificationConfig
     from .classification.task import Classification
-    from .training.loop import Trainer
 
-    config = to_config(settings)
-    trainer = Trainer(Classification(config), config)
-    metrics = trainer.run()
-    if trainer.accelerator.is_main_process:
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"done: {numbers}; weights and results are in {config.run.output}")
-    trainer.accelerator.end_training()
+    config = to_config(settings, ClassificationConfig)
+    run_training(Classification(config), config)
 
 
 def eval_parser() -> ArgumentParser:
@@ -266,6 +331,86 @@ def predict_parser() -> ArgumentParser:
 def predict(settings: Namespace) -> int:
     """Tell the classes of images."""
     from .classification.predict import predict_command
+
+    return predict_command(**vars(settings))
+
+
+def detect_parser() -> ArgumentParser:
+    """The arguments of `inlinevit detect`: train, eval or predict, each with options of its own."""
+    parser = new_parser("detect", "Find objects in images, with boxes and masks.")
+    parsers = parser.add_subcommands(required=True, dest="what")
+    parsers.add_subcommand("train", detect_train_parser(), help="train a detector")
+    parsers.add_subcommand("eval", detect_eval_parser(), help="evaluate a detector, or a file of its results")
+    parsers.add_subcommand("predict", detect_predict_parser(), help="draw what a detector finds in images")
+    return parser
+
+
+def detect_train_parser() -> ArgumentParser:
+    """The arguments of `inlinevit detect train`: a recipe, and the fields of DetectionConfig."""
+    from .detection.config import DetectionConfig
+
+    example = "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml"
+    return recipe_parser("detect train", "Train a detector.", DetectionConfig, example)
+
+
+def parse_detection_config(arguments: Sequence[str]) -> "DetectionConfig":
+    """The configuration that `inlinevit detect train` would use."""
+    from .detection.config import DetectionConfig
+
+    parser = detect_train_parser()
+    return to_config(parser.instantiate(parser.parse_args(list(arguments))), DetectionConfig)
+
+
+def detect_eval_parser() -> ArgumentParser:
+    """The arguments of `inlinevit detect eval`: those of evaluate_command."""
+    from .detection.evaluate import evaluate_command
+
+    parser = new_parser("detect eval", "Evaluate a detector as COCO does.")
+    parser.add_argument("run", nargs="?", type=str, default=None, help="folder of a training run; none with --results")
+    parser.add_function_arguments(evaluate_command, skip={"run", "results"})
+    parser.add_argument(
+        "--results", nargs="+", type=str, default=None, help="evaluate results in COCO's format instead of a model"
+    )
+    return parser
+
+
+def detect_predict_parser() -> ArgumentParser:
+    """The arguments of `inlinevit detect predict`: those of predict_command."""
+    from .detection.predict import predict_command
+
+    parser = new_parser("detect predict", "Find objects in images, draw them, and write them down.")
+    parser.add_argument("run", type=str, help="folder of a training run")
+    parser.add_argument("images", nargs="+", type=str, help="images, folders of images, or patterns such as '*.jpg'")
+    parser.add_function_arguments(predict_command, skip={"run", "images"})
+    return parser
+
+
+def detect(settings: Namespace) -> int | None:
+    """Train, evaluate or use a detector."""
+    return {"train": detect_train, "eval": detect_eval, "predict": detect_predict}[settings.what](
+        settings[settings.what]
+    )
+
+
+def detect_train(settings: Namespace) -> None:
+    """Train a detector."""
+    from .detection.config import DetectionConfig
+    from .detection.task import Detection
+
+    config = to_config(settings, DetectionConfig)
+    run_training(Detection(config), config)
+
+
+def detect_eval(settings: Namespace) -> None:
+    """Evaluate a detector."""
+    from .detection.evaluate import evaluate_command
+
+    evaluate_command(**vars(settings))
+
+
+def detect_predict(settings: Namespace) -> int:
+    """Find objects in images."""
+    from .detection.predict import predict_command
 
     return predict_command(**vars(settings))
 
@@ -393,8 +538,9 @@ def bench(settings: Namespace) -> None:
 def bench_loop(settings: Namespace) -> None:
     """Measure the training loop."""
     from .benchmark.loop import measure_loop
+    from .classification.config import ClassificationConfig
 
-    numbers = measure_loop(to_config(settings), settings.steps).summary()
+    numbers = measure_loop(to_config(settings, ClassificationConfig), settings.steps).summary()
     if settings.json:
         print(json.dumps(numbers, indent=2))
         return
@@ -434,6 +580,7 @@ COMMANDS = {
     "train": Command("train a classifier", train_parser, train),
     "eval": Command("evaluate a classifier", eval_parser, evaluate),
     "predict": Command("tell the classes of images", predict_parser, predict),
+    "detect": Command("find objects in images: train, evaluate, predict", detect_parser, detect),
     "analyze": Command("see inside models where attention goes", analyze_parser, analyze),
     "figure1": Command("redraw the paper's first figure", figure1_parser, run_figure1),
     "bench": Command("measure speed", bench_parser, bench),

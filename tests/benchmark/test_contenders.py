@@ -17,6 +17,11 @@ def test_a_model_may_have_options():
     assert (name, options) == ("inline_swin_tiny", {"window_size": 14, "attention": "softmax", "qkv_bias": False})
 
 
+def test_options_may_be_lists():
+    _, options = parse_model("pvt_tiny:sr_ratios=[1,1,1,1],depths=[2, 2, 2, 1],qkv_bias=false,num_classes=5")
+    assert options == {"sr_ratios": [1, 1, 1, 1], "depths": [2, 2, 2, 1], "qkv_bias": False, "num_classes": 5}
+
+
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [

@@ -10,6 +10,7 @@ from inlinevit.benchmark.measure import Measurement, Results
 from inlinevit.benchmark.presentation import (
     accuracy_table,
     blocks,
+    detection_table,
     draw,
     exponent,
     exponents_table,
@@ -50,6 +51,7 @@ def made_up(what):
                         flops=median * 5e10,
                         memory=contender.size**2,
                         gemm_rate=1e11,
+                        width=contender.width,
                     )
                 )
     return Results(what, dict(SETTINGS), dict(MACHINE), measurements, ["something is left out: too large"])
@@ -106,6 +108,27 @@ def test_contenders_with_one_turn_each_have_a_row_each():
     results = Results("revision", SETTINGS, MACHINE, measurements, [])
     assert ratio_table(results).rows == [("a", "1.00 (compiled)"), ("a, before", "1.00 (compiled)")]
     draw(results)
+
+
+def test_detectors_have_cost_time_and_memory_in_a_row():
+    results = made_up("detection")
+    table = detection_table(results)
+    _, backbone, gmacs, seconds, times, megabytes, memory = table.rows[2]
+    assert backbone == "pvt_tiny:sr_ratios=[1,1,1,1]"
+    assert (gmacs, seconds, times) == ("48", "1.92", "3.00")
+    assert (megabytes, memory) == ("0.640", "1.000")
+    assert {row[1] for row in full_table(results).rows} == {"800×1344"}
+
+
+def test_records_without_a_width_are_of_squares(tmp_path):
+    """As records were before there were other images."""
+    write_report(made_up("model"), tmp_path, "a")
+    record = json.loads((tmp_path / "a.json").read_text())
+    for one in record["sections"]["benchmark"]["measurements"]:
+        assert one.pop("width") is None
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    results, _ = read_results(tmp_path / "a.json")
+    assert [row[1] for row in full_table(results).rows[:1]] == ["224²"]
 
 
 def test_accuracies_stand_beside_times():

@@ -1,5 +1,6 @@
 """What can be measured: attention layers on square grids, and any of timm's models."""
 
+import re
 from collections.abc import Sequence
 from math import isqrt
 from typing import Any
@@ -106,9 +107,7 @@ def model_turns(models: Sequence[str], sizes: Sequence[int], batches: Sequence[i
 def model_contender(text: str, size: int, batch: int) -> Contender:
     """A model to be measured on random images; see model_turns()."""
     name, options = parse_model(text)
-    lower = max(size // STRIDE, 1) * STRIDE
-    remedy = f"{lower} or {lower + STRIDE} would be"
-    require(size > 0 and size % STRIDE == 0, f"size {size} is no multiple of {STRIDE}: {remedy}")
+    check_side("size", size)
     require(batch > 0, f"batch is {batch}: it should be at least 1")
 
     def make(device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -118,14 +117,22 @@ def model_contender(text: str, size: int, batch: int) -> Contender:
     return Contender(text, size, make)
 
 
+def check_side(name: str, pixels: int) -> None:
+    """Refuse a side of the images that is no multiple of STRIDE."""
+    lower = max(pixels // STRIDE, 1) * STRIDE
+    remedy = f"{lower} or {lower + STRIDE} would be"
+    require(pixels > 0 and pixels % STRIDE == 0, f"{name} {pixels} is no multiple of {STRIDE}: {remedy}")
+
+
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:
-    """NAME:OPTION=VALUE,OPTION=VALUE as a name that timm knows and options."""
+    """NAME:OPTION=VALUE,OPTION=VALUE as a name that timm knows and options; values may be lists, as in [8,4,2,1]."""
     name, _, words = text.partition(":")
     if not timm.is_model(name):
         near = did_you_mean(name, timm.list_models())
         raise ValueError(f"timm knows no model {name!r}: {near or 'timm.list_models() lists those it knows'}")
     options: dict[str, Any] = {}
-    for word in words.split(",") if words else []:
+    # Not at the commas within lists.
+    for word in re.split(r",(?![^\[]*\])", words) if words else []:
         option, equals, value = word.partition("=")
         require(bool(option and equals), f"{word!r} in {text!r} is no option: write NAME:OPTION=VALUE,OPTION=VALUE")
         options[option] = yaml.safe_load(value)

@@ -1,6 +1,6 @@
-"""Drawings of measurements: lines over sizes, and marks for modes."""
+"""Drawings of measurements: lines over sizes, marks for modes, and bars."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -164,6 +164,27 @@ def modes_figure(measurements: Sequence[Measurement]) -> Figure:
     show_plain_numbers(axes.xaxis)
     tidy(axes)
     figure.legend(loc="outside upper center", ncols=len(MODE_STYLES), frameon=False)
+    return figure
+
+
+def bars_figure(names: Sequence[str], styles: Sequence[Style], panels: Mapping[str, Sequence[float]]) -> Figure:
+    """A bar for each name in each panel, side by side.
+
+    Args:
+        names: What is compared.
+        styles: How each is drawn.
+        panels: Values of each, by what they are.
+    """
+    figure = Figure(figsize=(WIDTH, 1.2 + 0.42 * len(names)), layout="constrained")
+    (grid,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, (label, values) in zip(grid, panels.items(), strict=True):
+        bars = axes.barh(range(len(names)), values, color=[style.color for style in styles])
+        axes.bar_label(bars, fmt="{:.3g}" if max(values) < 1000 else "{:,.0f}", padding=3, fontsize=9)
+        axes.set_xlabel(label)
+        axes.margins(x=0.18)
+        tidy(axes)
+    grid[0].set_yticks(range(len(names)), names, parse_math=False)
+    grid[0].set_ylim(len(names) - 0.4, -0.6)
     return figure
 
 

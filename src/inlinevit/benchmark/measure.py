@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import Progress
 from timm.layers import DropPath
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from .. import optimize_for_inference
 from ..layers import InLineAttention
 from ..models._backbone import Backbone
+from ..models.catalog import count_macs
 from ..models.catalog import measure as count_for_catalog
 from ..training.config import require
 from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
@@ -35,6 +35,9 @@ MOST_WORK = 3
 # Calls of fewer seconds are rehearsed.
 REHEARSE_BELOW = 0.1
 SEED = 0
+
+# From a module and its input to the floating-point operations of a forward call.
+Count = Callable[[nn.Module, Tensor], float]
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,12 @@ class Contender:
 
     Attributes:
         name: What it is called; in all its turns the same.
-        size: Side of its images, or its tokens.
+        size: Side of its images, or their height, or its tokens.
         make: From a device to the module and its input.
         kin: Contenders of one kin have the same weights and must answer alike; "" = its name.
         is_optional: Whether it is left out, with a note, if it refuses its input by a ValueError.
+        width: Of its images, where they are no squares.
+        count: Counts its floating-point operations; None = count_flops().
     """
 
     name: str
@@ -81,6 +86,8 @@ class Contender:
     make: Callable[[torch.device], tuple[nn.Module, Tensor]]
     kin: str = ""
     is_optional: bool = False
+    width: int | None = None
+    count: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -106,13 +113,14 @@ class Measurement:
         turn: Title of its turn.
         name: The contender's.
         mode: One of MODES.
-        size: Side of its images, or its tokens.
+        size: Side of its images, or their height, or its tokens.
         batch: Images of a call.
         seconds: Of a call.
         rounds: How many calls the quartiles are of.
         flops: Floating-point operations of a call, counted on the reference path; backward counts twice forward.
         memory: Most bytes that a call holds at a time beyond weights and images.
         gemm_rate: Floating-point operations a second of a large matrix product in the same turn.
+        width: Of its images, where they are no squares.
     """
 
     turn: str
@@ -125,6 +133,7 @@ class Measurement:
     flops: float
     memory: int
     gemm_rate: float
+    width: int | None = None
 
     @property
     def images_per_second(self) -> float:
@@ -285,9 +294,11 @@ def make_rivals(
     for contender in turn.contenders:
         tell(f"{turn.title}: {contender.name}")
         module, x = contender.make(device)
+        without_chance(module).train(conditions.backward)
         passes = 3 if conditions.backward else 1
+        count = contender.count or count_flops
         try:
-            flops, work = passes * nominal_flops(module, x), passes * count_flops(module, x)
+            flops, work = passes * nominal_flops(module, x, count), passes * count(module, x)
             reason = limits.exceeded(contender, flops, work)
         except ValueError as error:
             if not contender.is_optional:
@@ -296,7 +307,6 @@ def make_rivals(
         if reason:
             notes.append(f"{turn.title}: {contender.name} is left out: {reason}")
             continue
-        without_chance(module).train(conditions.backward)
         for mode in modes:
             tell(f"{turn.title}: {contender.name}, {mode}")
             if mode == "optimized" and conditions.backward:
@@ -382,6 +392,7 @@ def time_rivals(turn: Turn, rivals: Sequence[Rival], conditions: Conditions) -> 
             flops=rival.flops,
             memory=memory[place],
             gemm_rate=fastest,
+            width=rival.contender.width,
         )
         for place, rival in enumerate(rivals)
     ]
@@ -419,13 +430,13 @@ class Limits:
         return ""
 
 
-def nominal_flops(module: nn.Module, x: Tensor) -> float:
-    """Floating-point operations of a call by REFERENCE_PATH, whichever attention takes."""
+def nominal_flops(module: nn.Module, x: Tensor, count: Count | None = None) -> float:
+    """Floating-point operations of a call by REFERENCE_PATH, whichever attention takes; see Contender.count."""
     module = deepcopy(module)
     for layer in module.modules():
         if isinstance(layer, InLineAttention):
             layer.path = REFERENCE_PATH
-    return count_flops(module, x)
+    return (count or count_flops)(module, x)
 
 
 def count_flops(module: nn.Module, x: Tensor) -> float:
@@ -434,9 +445,7 @@ def count_flops(module: nn.Module, x: Tensor) -> float:
     if x.dim() == 4:
         batch, in_chans, height, width = x.shape
         return 2e9 * batch * count_for_catalog(module, (height, width), in_chans)[1]
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(torch.empty_like(x, device="meta"))
-    return counter.get_total_flops()
+    return 2 * count_macs(lambda: module(torch.empty_like(x, device="meta")))
 
 
 def without_chance(module: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 
 from ..report import Block, Picture, Report, Section, Table, Text
 from ..report.figures import svg_bytes
-from .figures import Line, LinesPanel, attention_line, lines_figure, modes_figure
+from .figures import Line, LinesPanel, attention_line, bars_figure, lines_figure, modes_figure, style_of
 from .machine import GEMM_SIDE
 from .measure import Measurement, Results, best_modes, from_json
 from .studies import BENCHES, FAMILIES, published_top1
@@ -62,7 +62,7 @@ def full_table(results: Results) -> Table:
     rows = [
         (
             one.name,
-            f"{one.size:,}" if is_layer else f"{one.size}²",
+            f"{one.size:,}" if is_layer else size_in_pixels(one),
             str(one.batch),
             one.mode,
             three_digits(1000 * one.seconds.median),
@@ -103,6 +103,8 @@ def summary_tables(results: Results) -> list[Table]:
     """What the benchmark is for, in small tables."""
     if results.what == "accuracy":
         return [accuracy_table(results)]
+    if results.what == "detection":
+        return [detection_table(results)]
     tables = [ratio_table(results)]
     return [*tables, exponents_table(results)] if results.what == "scaling" else tables
 
@@ -137,6 +139,28 @@ def accuracy_table(results: Results) -> Table:
         rows.append((one.name, *shown, three_digits(1000 / one.images_per_second), f"{ratio:.2f}"))
     headings = ("model", "size", "batch", "top-1 %", "best mode", "ms per image", "time ÷ InLine's")
     return Table(headings, rows, "Published accuracy and measured time of the best mode")
+
+
+def detection_table(results: Results) -> Table:
+    """Cost, time and memory of each detector."""
+    best = best_modes(results.measurements)
+    first_of = {one.turn: one for one in reversed(best)}
+    rows = [
+        (
+            one.turn,
+            one.name,
+            f"{one.flops / 2e9:.0f}",
+            f"{one.seconds.median:.2f}",
+            f"{one.seconds.median / first_of[one.turn].seconds.median:.2f}",
+            three_digits(one.memory / 1e6),
+            f"{one.memory / first_of[one.turn].memory:.3f}",
+        )
+        for one in best
+    ]
+    headings = ("detector", "backbone", "GMACs", "s", "× time", "MB", "× memory")
+    return Table(
+        headings, rows, "Whole detectors; MB at the peak, beyond weights and input; × as multiples of the first"
+    )
 
 
 def exponents_table(results: Results) -> Table:
@@ -264,12 +288,23 @@ def draw_accuracy(results: Results) -> tuple[Figure, str]:
     return figure, "Published accuracy over measured time in the best mode; T, S, M, B, L are the sizes of the models."
 
 
+def draw_detection(results: Results) -> tuple[Figure, str]:
+    """Time and memory as bars."""
+    best = best_modes(results.measurements)
+    has_kinds = len({one.turn for one in best}) > 1
+    names = [f"{one.name}, {one.turn}" if has_kinds else one.name for one in best]
+    panels = {"s": [one.seconds.median for one in best], "MB at the peak": [one.memory / 1e6 for one in best]}
+    styles = [style_of(one.name) for one in best]
+    return bars_figure(names, styles, panels), "Time and peak memory of whole detectors on one image."
+
+
 DRAWINGS: dict[str, Callable[[Results], tuple[Figure, str]]] = {
     "layer": draw_layer,
     "window": draw_window,
     "resolution": draw_resolution,
     "scaling": draw_scaling,
     "accuracy": draw_accuracy,
+    "detection": draw_detection,
 }
 
 
@@ -288,6 +323,11 @@ def size_letter(model: str) -> str:
 def batches(results: Results) -> list[int]:
     """Those that were measured."""
     return list(dict.fromkeys(one.batch for one in results.measurements))
+
+
+def size_in_pixels(one: Measurement) -> str:
+    """224², or 800×1344 (height and width) where images are no squares."""
+    return f"{one.size}²" if one.width is None else f"{one.size}×{one.width}"
 
 
 def three_digits(value: float) -> str:

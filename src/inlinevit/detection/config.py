@@ -1,8 +1,9 @@
 """What a detection run can be told. `inlinevit detect train` and the recipes are these classes."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from ..training.backbone import BackboneConfig
 from ..training.config import OptimizerConfig, ScheduleConfig, TrainConfig, require
 
 
@@ -76,24 +77,13 @@ class DetectionAugmentConfig:
 
 
 @dataclass
-class DetectorConfig:
+class DetectorConfig(BackboneConfig):
     """The detector, and the weights that it starts from."""
 
     kind: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
     """One stage of boxes and masks, or three that refine each other's boxes."""
-    backbone: str = "inline_pvt_tiny"
-    """Any model of ours or of timm's that gives features at strides 4, 8, 16 and 32."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the backbone, such as attention: softmax."""
     num_classes: int | None = None
     """Categories, without background; null = as many as the data have."""
-    pretrained: bool = False
-    """Start from the published weights of the backbone."""
-    checkpoint: str | None = None
-    """Start from the weights in a file, of the backbone or of a whole detector; their categories may differ."""
-    drop_path: float = 0.1
-    """Share of the backbone's residual branches that are left out in training, in the last block; it rises linearly
-    up to there."""
     frozen_stages: int = 0
     """So many stages of the backbone, from the first, do not learn."""
     side: int = 800
@@ -118,6 +108,7 @@ class DetectorConfig:
     """How many objects are told of an image, at most."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("side", "channels", "box_channels", "anchor_side", "rois", "detections"):
             value = vars(self)[name]
             require(value > 0, f"model.{name} is {value}: it should be at least 1")
@@ -125,15 +116,10 @@ class DetectorConfig:
             value = vars(self)[name]
             require(0 <= value <= 1, f"model.{name} is {value}: it should be from 0 to 1")
         require(self.num_classes is None or self.num_classes > 0, "model.num_classes should be at least 1")
-        require(0 <= self.drop_path < 1, f"model.drop_path is {self.drop_path}: it should be from 0 to below 1")
         require(0 <= self.frozen_stages <= 4, f"model.frozen_stages is {self.frozen_stages}: there are 4 stages")
         require(
             self.longest_side >= self.side,
             f"model.longest_side is {self.longest_side}, which is below model.side {self.side}: raise it",
-        )
-        require(
-            not self.pretrained or self.checkpoint is None,
-            "model.pretrained and model.checkpoint each say what to start from: choose one of them",
         )
 
 

@@ -1,9 +1,7 @@
 """Detectors: torchvision's Mask R-CNN, and its cascade, on the backbones of timm's registry."""
 
-from typing import Any, cast
+from typing import Any
 
-from timm.data import resolve_data_config
-from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -13,30 +11,13 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign
 
-from ..models import load_checkpoint
 from ..models._weight_files import read_state_dict
-from ..training.creation import (
-    check_model_name,
-    classes_of_weights,
-    create_from_weights,
-    create_model,
-    create_published,
-    is_ours,
-    load_weights,
-)
+from ..training.backbone import build_backbone, checkpoint_backbone, mean_and_std, undecayed_weights
+from ..training.creation import check_model_name, load_weights
 from .cascade import BOX_WEIGHTS, IOU_THRESHOLDS, CascadeRoIHeads
 from .config import DetectorConfig
 from .pyramid import PyramidBackbone
 
-# Arguments of backbones that DetectorConfig has its own words for, or that a pyramid decides.
-OWN_WORDS = {
-    "drop_path_rate": "drop_path",
-    "pretrained": "pretrained",
-    "checkpoint_path": "checkpoint",
-    "num_classes": "num_classes",
-    "features_only": "backbone",
-    "out_indices": "backbone",
-}
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 # Sides of the pooled regions for boxes and for masks.
 BOX_REGION, MASK_REGION = 7, 14
@@ -128,11 +109,11 @@ class PyramidRCNN(MaskRCNN):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute the backbone's activations twice instead of keeping them."""
-        cast(PyramidBackbone, self.backbone).set_grad_checkpointing(enable)
+        checkpoint_backbone(self.backbone.body, enable)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that should not decay."""
-        return {f"backbone.{name}" for name in cast(PyramidBackbone, self.backbone).no_weight_decay()}
+        return {f"{BODY}{name}" for name in undecayed_weights(self.backbone.body)}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the backbone; what comes after it depends on how many objects there are."""
@@ -198,65 +179,9 @@ def build_detector(config: DetectorConfig, num_classes: int) -> PyramidRCNN:
     check_model_name(config.backbone)
     weights = None if config.checkpoint is None else read_state_dict(config.checkpoint)
     is_whole = weights is not None and any(name.startswith(BODY) for name in weights)
-    body = build_body(config, None if is_whole else weights)
-    made_for = get_pretrained_cfg(config.backbone)
-    spec = resolve_data_config(pretrained_cfg=made_for.to_dict() if made_for else {})
+    body = build_backbone(config, None if is_whole else weights)
     backbone = PyramidBackbone(body, config.channels, frozen_stages=config.frozen_stages)
-    detector = PyramidRCNN(backbone, config, num_classes, spec["mean"], spec["std"])
+    detector = PyramidRCNN(backbone, config, num_classes, *mean_and_std(config.backbone))
     if weights is not None and config.checkpoint is not None and is_whole:
         load_weights(detector, weights, config.checkpoint, by_class=BY_CLASS)
     return detector
-
-
-def build_body(config: DetectorConfig, weights: dict[str, Tensor] | None) -> nn.Module:
-    """The backbone of a detector as timm's features_only gives it.
-
-    Args:
-        config: The detector.
-        weights: A classifier's weights to start from, out of the file that the configuration names.
-    """
-
-    def create(**more: Any) -> nn.Module:
-        try:
-            return create_model(
-                config.backbone,
-                {"features_only": True, **more},
-                # timm's Swin takes images of one size only, unless it is told otherwise.
-                optional={"drop_path_rate": config.drop_path or None, "strict_img_size": False},
-                options=config.options,
-                own_words=OWN_WORDS,
-            )
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
-            if more:
-                raise
-            raise ValueError(
-                f"{config.backbone} gives no features ({error}): choose a hierarchical backbone, such as "
-                "inline_pvt_tiny"
-            ) from error
-
-    if config.pretrained:
-        return create_published(config.backbone, lambda: create(pretrained=True))
-    if weights is None or config.checkpoint is None:
-        return create()
-    if is_ours(config.backbone):
-        body = create()
-        load_checkpoint(body, config.checkpoint)
-        return body
-    overlay = {"state_dict": weights, "num_classes": classes_of_weights(config.backbone, weights), "label_offset": 0}
-    body = create_from_weights(
-        config.checkpoint, config.backbone, lambda: create(pretrained=True, pretrained_cfg_overlay=overlay)
-    )
-    # timm leaves out the head, and takes any file at all then.
-    if share_taken(body, weights) < 0.5:
-        raise ValueError(
-            f"{config.checkpoint} does not hold the weights of {config.backbone}: choose the backbone that the file "
-            "was made for"
-        )
-    return body
-
-
-def share_taken(model: nn.Module, weights: dict[str, Tensor]) -> float:
-    """Share of a model's matrices and kernels that are among some weights, under whatever names."""
-    known = {(weight.shape, weight.double().sum().item()) for weight in weights.values()}
-    own = [parameter.detach() for parameter in model.parameters() if parameter.dim() > 1]
-    return sum((weight.shape, weight.double().sum().item()) in known for weight in own) / len(own)

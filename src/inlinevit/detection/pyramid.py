@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-STRIDES = (4, 8, 16, 32)
+from ..training.backbone import STRIDES
+
 # Side of the image that tells which parameters belong to which stage.
 PROBE_SIDE = 64
 
@@ -18,7 +19,7 @@ class PyramidBackbone(nn.Module):
     """Images to maps of equal channels at strides 4, 8, 16, 32 and 64.
 
     Args:
-        body: A model made by timm with features_only=True.
+        body: A model made by timm with features_only=True; see build_backbone().
         channels: Of each map.
         frozen_stages: So many stages of the body, from the first, do not learn.
     """
@@ -27,11 +28,6 @@ class PyramidBackbone(nn.Module):
         super().__init__()
         info = cast(Any, body).feature_info
         strides = list(info.reduction())
-        if not set(STRIDES) <= set(strides):
-            raise ValueError(
-                f"the backbone gives features at strides {', '.join(map(str, strides))}, but a feature pyramid needs "
-                f"{', '.join(map(str, STRIDES))}: choose a hierarchical one, such as inline_pvt_tiny"
-            )
         self.levels = [strides.index(stride) for stride in STRIDES]
         self.output_fmt = Format(getattr(body, "output_fmt", Format.NCHW))
         self.body = body
@@ -79,15 +75,3 @@ class PyramidBackbone(nn.Module):
         for module in self.frozen_norms:
             module.eval()
         return self
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute the body's activations twice instead of keeping them."""
-        body = cast(Any, self.body)
-        (body if hasattr(body, "set_grad_checkpointing") else body.model).set_grad_checkpointing(enable)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that should not decay, as the body says."""
-        for prefix, module in (("body.", self.body), ("body.model.", getattr(self.body, "model", None))):
-            if hasattr(module, "no_weight_decay"):
-                return {prefix + name for name in cast(Any, module).no_weight_decay()}
-        return set()

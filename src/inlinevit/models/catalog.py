@@ -1,5 +1,6 @@
 """What is known of each model: its size, its cost and its published accuracy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import timm
@@ -62,18 +63,29 @@ CATALOG = {
 def measure(model: nn.Module, size: tuple[int, int], in_chans: int = 3) -> tuple[int, float]:
     """Count a model's parameters and its multiply-adds for one image, in 10⁹.
 
-    Matrix products, convolutions and fused attention count. The nine scaled shifts of the local residual and the
-    products of hydra attention are elementwise, and do not; they would add less than 1 %.
-
     Args:
         model: The model; on the meta device this takes no memory.
         size: (H, W) of the image.
         in_chans: Its channels.
     """
-    device = next(model.parameters()).device
+    image = torch.zeros(1, in_chans, *size, device=next(model.parameters()).device)
+    return count_parameters(model), count_macs(lambda: model.eval()(image)) / 1e9
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Numbers that a model has learned, or could."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_macs(call: Callable[[], object]) -> float:
+    """Count the multiply-adds of a call without gradients.
+
+    Matrix products, convolutions and fused attention count. The nine scaled shifts of the local residual and the
+    products of hydra attention are elementwise, and do not; they would add less than 1 %.
+    """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.eval()(torch.zeros(1, in_chans, *size, device=device))
-    return sum(parameter.numel() for parameter in model.parameters()), counter.get_total_flops() / 2e9
+        call()
+    return counter.get_total_flops() / 2
 
 
 def measure_by_name(name: str) -> tuple[int, float]:
