@@ -12,10 +12,12 @@ from PIL import Image
 
 from inlinevit import cli
 
+from .detection.conftest import draw_coco
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = [block for document in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL)]
 
 
 def shell_lines(document):
@@ -30,6 +32,9 @@ SMALLER = {
     "recipes/embedded.yaml": "--schedule.steps 2 --schedule.warmup 0 --data.train_images 100 --data.workers 0",
     "recipes/inline_swin_tiny.yaml": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 "
     "--model.img_size 64",
+    "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml": "--schedule.epochs 1 --schedule.warmup 0 --data.workers 0 "
+    "--model.pretrained false --model.options.depths [1,1,1,1] --model.channels 16 --model.box_channels 16 "
+    "--model.side 64 --model.longest_side 96 --augment.sides [64] --augment.longest_side 96",
 }
 
 
@@ -54,6 +59,7 @@ def workplace(tmp_path_factory):
     for name in [*names, "photo.jpg", "photos/1.jpg", "photos/2.jpg"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)
+    draw_coco(folder / "path/to/coco", {"train2017": 2, "val2017": 1})
     return folder
 
 
@@ -66,11 +72,12 @@ def shortened(words):
 def test_the_commands_to_train_evaluate_and_predict_run(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     commands = [words for words in shell_lines(README) if words[0] == "inlinevit"]
-    assert {words[1] for words in commands} >= {"train", "eval", "predict"}
+    assert {words[1] for words in commands} >= {"train", "eval", "predict", "detect"}
     for words in map(shortened, commands):
         cli.main(words)
     output = capsys.readouterr().out
     assert "done: top1" in output
+    assert "done: box_AP" in output
     assert "photo.jpg" in output
 
 

@@ -1,7 +1,7 @@
 """The backbone of a model for dense tasks: what it can be told, and the weights that it starts from."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
@@ -90,7 +90,7 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
             f"{config.checkpoint} does not hold the weights of {config.backbone}: choose the backbone that the file "
             "was made for",
         )
-    strides = list(body.feature_info.reduction())
+    strides = list(cast(Any, body).feature_info.reduction())
     require(
         set(STRIDES) <= set(strides),
         f"{config.backbone} gives features at strides {', '.join(map(str, strides))}, but a feature pyramid needs "
