@@ -49,6 +49,14 @@ def test_the_table_of_models_is_what_the_command_prints(capsys):
     assert table == capsys.readouterr().out
 
 
+def test_the_table_of_detectors_is_what_the_command_prints(capsys):
+    cli.main(["models", "--task", "detection", "--markdown"])
+    (table,) = re.findall(
+        r"<!-- models -->\n(.*?)<!-- /models -->", (ROOT / "docs" / "detection.md").read_text(), re.DOTALL
+    )
+    assert table == capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """A folder with what the README's commands speak of."""
