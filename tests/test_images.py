@@ -11,6 +11,7 @@ from inlinevit.images import (
     ImageFiles,
     bombs_refused,
     find_images,
+    free_names,
     image_endings,
     in_colours,
     on_one_line,
@@ -60,6 +61,17 @@ def test_large_images_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         Image.open(tmp_path / "large.png")
 
 
+def test_who_can_bear_more_says_how_much(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    noise(40, 40).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with bombs_refused(1600):
+        Image.open(tmp_path / "large.png")
+    assert Image.MAX_IMAGE_PIXELS == 1000
+    with pytest.raises(Image.DecompressionBombWarning), bombs_refused(1599):
+        Image.open(tmp_path / "large.png")
+    assert Image.MAX_IMAGE_PIXELS == 1000
+
+
 def test_why_an_image_cannot_be_used() -> None:
     assert why_unusable("a.png", UnidentifiedImageError("cannot identify")) == "a.png cannot be used (it is no image)"
     assert why_unusable("a.png", OSError("truncated")) == "a.png cannot be used (truncated)"
@@ -76,6 +88,13 @@ def test_files_that_were_named(tmp_path: Path) -> None:
     assert files.open(1).size == (5, 4)
     with pytest.raises(ValueError, match="there is no such file or folder"):
         files.open(2)
+
+
+def test_drawings_of_an_image_go_by_one_name(tmp_path: Path) -> None:
+    files = ImageFiles(["x/a.jpg", "y/a.png", f"{tmp_path}/b.png", f"{tmp_path}/b_two.png", "A.gif"])
+    # There are disks that take A.png for a.png.
+    assert free_names(files, tmp_path, ("_one.png", "_two.png")) == ["a", "a-2", "b-2", "b_two", "A-3"]
+    assert free_names(files, tmp_path) == ["a", "a-2", "b-2", "b_two-2", "A-3"]
 
 
 def test_lines_stay_whole() -> None:

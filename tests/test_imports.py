@@ -17,6 +17,7 @@ RANKS = {
     "models": 2,
     "inference": 2,
     "images": 2,
+    "lettering": 2,
     **dict.fromkeys(TASKS, 3),
     "demo": 4,
     "reproduce": 4,

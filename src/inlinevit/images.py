@@ -1,9 +1,12 @@
 """Image files: which ones are meant, what they are called, and how they become images that a model can see."""
 
 import glob
+import io
 import os
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +18,12 @@ SMALLEST_SIDE = 2
 LONGEST_TO_SHORTEST = 100
 
 
+def shows_something(size: tuple[int, int]) -> bool:
+    """Whether an image of so many pixels each way is neither too small nor too long to show anything."""
+    short, long = sorted(size)
+    return short >= SMALLEST_SIDE and long <= LONGEST_TO_SHORTEST * short
+
+
 def upright(image: Image.Image, mode: str) -> Image.Image:
     """An image decoded, turned as its EXIF data say, in the colours that a model wants.
 
@@ -22,8 +31,7 @@ def upright(image: Image.Image, mode: str) -> Image.Image:
         OSError: It cannot be decoded.
         ValueError: It is too small or too long to show anything.
     """
-    short, long = sorted(image.size)
-    if short < SMALLEST_SIDE or long > LONGEST_TO_SHORTEST * short:
+    if not shows_something(image.size):
         raise ValueError(
             f"it has {image.width} × {image.height} pixels, which show nothing: at least {SMALLEST_SIDE} are needed on "
             f"the shorter side, and at most {LONGEST_TO_SHORTEST} times as many on the longer one"
@@ -48,11 +56,20 @@ def in_colours(image: Image.Image, mode: str) -> Image.Image:
 
 
 @contextmanager
-def bombs_refused() -> Iterator[None]:
-    """Have Pillow refuse images that are large, but not yet a danger to every machine: it only warns of them."""
+def bombs_refused(most_pixels: int | None = None) -> Iterator[None]:
+    """Have Pillow refuse images that are large, but not yet a danger to every machine: it only warns of them.
+
+    Args:
+        most_pixels: What is too many for whoever opens them; None = what Pillow thinks.
+    """
+    before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        yield
+        try:
+            Image.MAX_IMAGE_PIXELS = most_pixels or before
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
 
 
 def why_unusable(name: str, error: Exception) -> str:
@@ -159,6 +176,37 @@ def _is_stub(name: str) -> bool:
 def readable_name(path: str) -> str:
     """The name of a file as text: bytes that are none must not stop the output."""
     return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def free_names(files: ImageFiles, folder: Path, endings: Sequence[str] = (".png",)) -> list[str]:
+    """A name for the drawings of each image: names that clash get numbers, and no image is written over.
+
+    Args:
+        files: The images.
+        folder: Where the drawings go.
+        endings: What is put behind the name for each of the drawings.
+    """
+    home = Path(os.path.realpath(folder))
+    # There are disks that take A.png for a.png.
+    taken = {os.path.realpath(path).casefold() for path, _ in files.files}
+    uses: Counter[str] = Counter()
+    chosen = []
+    for path, _ in files.files:
+        stem = Path(path).stem
+        places: set[str] = set()
+        while not places or places & taken:
+            uses[stem] += 1
+            name = stem if uses[stem] == 1 else f"{stem}-{uses[stem]}"
+            places = {str(home / f"{name}{ending}").casefold() for ending in endings}
+        taken |= places
+        chosen.append(name)
+    return chosen
+
+
+def show_any_letter() -> None:
+    """Have names shown, even in letters that the user's terminal does not know."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def on_one_line(text: str) -> str:

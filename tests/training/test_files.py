@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from inlinevit.training import files
-from inlinevit.training.files import replace_bytes, replace_json
+from inlinevit.training.files import json_list, replace_bytes, replace_json
 
 
 def test_content_is_replaced(tmp_path: Path) -> None:
@@ -39,3 +39,22 @@ def test_failure_leaves_the_old_content(
         replace_bytes(path, b"new")
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("items", [[], [{"name": "ä"}], [1, "two", None]])
+def test_a_list_is_written_item_by_item(items: list[object], tmp_path: Path) -> None:
+    with json_list(tmp_path / "list.json") as write:
+        for item in items:
+            write(item)
+    assert json.loads((tmp_path / "list.json").read_text(encoding="utf-8")) == items
+
+
+def test_a_list_that_is_broken_off_is_json_all_the_same(tmp_path: Path) -> None:
+    def break_off() -> None:
+        with json_list(tmp_path / "list.json") as write:
+            write({"a": 1})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        break_off()
+    assert json.loads((tmp_path / "list.json").read_text()) == [{"a": 1}]

@@ -9,6 +9,7 @@ import yaml
 
 from inlinevit.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
 from inlinevit.detection.config import DetectionConfig
+from inlinevit.segmentation.config import SegmentationConfig
 from inlinevit.training.checkpoints import CheckpointFolder, Progress
 from inlinevit.training.config import AnyConfig, from_plain, to_plain
 from inlinevit.training.runs import load_config, run_weights
@@ -33,6 +34,8 @@ def test_configurations_come_back(tmp_path: Path) -> None:
     [
         (ClassificationConfig(), DetectionConfig, "classes.json", "holds a classification run, not a detection run"),
         (DetectionConfig(), ClassificationConfig, "categories.json", "use inlinevit detect eval"),
+        (SegmentationConfig(), ClassificationConfig, "labels.json", "use inlinevit segment eval"),
+        (SegmentationConfig(), DetectionConfig, "labels.json", "holds a segmentation run, not a detection run"),
     ],
 )
 def test_a_run_of_another_task_is_told(

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..images import bombs_refused, upright, why_unusable
-from ..training.data import EvaluationData, ShardedOrder, ShuffledData, StreamedData, StreamOrder, TrainingData
+from ..training.data import (
+    EvaluationData,
+    ShardedOrder,
+    ShuffledData,
+    StreamedData,
+    StreamOrder,
+    TrainingData,
+    require_a_batch,
+)
 from .config import DataConfig
 from .shards import ShardImages, ShardSource
 from .sources import ImageSource, ThinnedSource
@@ -155,11 +163,7 @@ def training_batches(
         order = ShardedOrder(len(images), config.batch_size, **dealing)
         data = ShuffledData(images, order, workers=config.workers, collate=collate)
         length = len(images)
-    if len(data) == 0:
-        raise ValueError(
-            f"{length} images for training are fewer than a batch of {config.batch_size} for each of {processes} "
-            "processes: choose a smaller --data.batch_size"
-        )
+    require_a_batch(len(data), length, config.batch_size, processes)
     return data
 
 

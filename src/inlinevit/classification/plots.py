@@ -31,13 +31,14 @@ def most_confused(confusion: Tensor, count: int) -> list[tuple[int, int, int]]:
     return [(*divmod(place, classes), int(mistakes[place])) for place in order if mistakes[place] > 0]
 
 
-def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path) -> None:
+def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, *, unit: str = "images") -> None:
     """A picture of a confusion matrix; with many classes, the most frequent mistakes are listed beside it.
 
     Args:
-        confusion: (classes, classes) images by true and by predicted class.
+        confusion: (classes, classes) images, or whatever is counted, by true and by predicted class.
         classes: Their names.
         file: Where it goes; its ending tells the format.
+        unit: What is counted.
     """
     matrix = confusion.cpu().numpy().astype(float)
     images = matrix.sum(axis=1, keepdims=True)
@@ -71,5 +72,5 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path) 
         axes[1].margins(y=0.01)
         axes[1].invert_yaxis()
         axes[1].xaxis.get_major_locator().set_params(integer=True)
-        axes[1].set(xlabel="images", title="most frequent mistakes")
+        axes[1].set(xlabel=unit, title="most frequent mistakes")
     figure.savefig(file)

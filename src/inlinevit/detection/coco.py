@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from pycocotools import mask as coco_masks
 from torch import Tensor
 
-from ..images import LONGEST_TO_SHORTEST, SMALLEST_SIDE, bombs_refused, in_colours, why_unusable
+from ..images import bombs_refused, in_colours, shows_something, why_unusable
 from .config import DetectionDataConfig
 
 # A record of an image, an annotation or a category, as it is in the file.
@@ -316,8 +316,7 @@ def _what_is_wrong_with_image(image: Record) -> str:
         return f"has the file_name {file_name}, which leads out of the folder of images: name the file inside of it"
     if not (_is_whole(width) and _is_whole(height) and width > 0 and height > 0):
         return f"has the width {width!r} and the height {height!r}: give the size of {file_name} in pixels"
-    short, long = sorted((width, height))
-    if short < SMALLEST_SIDE or long > LONGEST_TO_SHORTEST * short:
+    if not shows_something((width, height)):
         return f"has {width} × {height} pixels, which show nothing: remove it"
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
         return f"has {width} × {height} pixels, more than Pillow takes for harmless: cut it into smaller ones"

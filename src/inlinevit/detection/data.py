@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ..training.data import EvaluationData, GroupedOrder, ShardedOrder, ShuffledData, TrainingData
+from ..training.data import EvaluationData, GroupedOrder, ShardedOrder, ShuffledData, TrainingData, require_a_batch
 from .coco import CocoSource
 from .config import DetectionAugmentConfig, DetectionDataConfig
 from .transforms import Sample, Transform, as_tensors, as_tv_tensors, paste_objects, training_transform
@@ -102,11 +102,7 @@ def training_batches(
         order = GroupedOrder(lying, config.batch_size, seed=seed, process=process, processes=processes)
     else:
         order = ShardedOrder(len(source), config.batch_size, seed=seed, process=process, processes=processes)
-    if len(order) == 0:
-        raise ValueError(
-            f"{len(source)} images for training are fewer than a batch of {config.batch_size} for each of {processes} "
-            "processes: choose a smaller --data.batch_size"
-        )
+    require_a_batch(len(order), len(source), config.batch_size, processes)
     return ShuffledData(samples, order, workers=config.workers, collate=collate)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..models._weight_files import read_state_dict
 from ..training.creation import load_weights
-from ..training.runs import RUN_CATEGORIES, RUN_CONFIG, load_config, run_weights
+from ..training.runs import RUN_CATEGORIES, run_config, run_weights
 from .coco import Category
 from .config import DetectionConfig, DetectorConfig
 from .model import build_detector
@@ -38,7 +38,7 @@ def open_detector(run: str, *, checkpoint: str | None = None) -> Detector:
         run: The folder of the run.
         checkpoint: "best" for its best checkpoint, the folder of another one, or a file; None = the final weights.
     """
-    config = run_config(run).model
+    config = run_config(DetectionConfig, run).model
     categories = read_categories(Path(run) / RUN_CATEGORIES)
     file = run_weights(Path(run), checkpoint)
     weights = read_state_dict(file)
@@ -47,15 +47,6 @@ def open_detector(run: str, *, checkpoint: str | None = None) -> Detector:
     model = build_detector(bare, config.num_classes or len(categories))
     load_weights(model, weights, file)
     return Detector(model.eval(), categories, f"{config.kind} on {config.backbone}", config)
-
-
-def run_config(run: str) -> DetectionConfig:
-    """The configuration of a training run."""
-    file = Path(run) / RUN_CONFIG
-    if not file.is_file():
-        problem = f"{run} holds no {RUN_CONFIG}" if file.parent.is_dir() else f"no folder at {run}"
-        raise FileNotFoundError(f"{problem}: name the folder of a detection run")
-    return load_config(DetectionConfig, file)
 
 
 def read_categories(file: Path) -> list[Category]:

@@ -2,25 +2,20 @@
 
 import colorsys
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 
-import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from pycocotools import mask as coco_masks
 
+from ..lettering import enlargement, font_for, shortened
 from .coco import Category, Record
 
 # Hues of one category after the other are this far apart, so that neighbours and their neighbours differ.
 GOLDEN_RATIO = 0.618
 LIGHTNESSES = (0.55, 0.72, 0.4)
 OPACITY = 0.4
-# What the shorter side of an image is divided by.
-LINE_PARTS, TEXT_PARTS = 300, 36
-SMALLEST_TEXT = 10
-# Images whose longer side is at most half of this are enlarged: labels would hide all that is on them.
-LEGIBLE_SIDE = 320
+# What the shorter side of an image is divided by, for lines.
+LINE_PARTS = 300
 Colour = tuple[int, int, int]
 
 
@@ -39,7 +34,7 @@ def draw_objects(image: Image.Image, results: Sequence[Record], categories: Sequ
     pixels = np.array(image)
     for result in ranked:
         paint_mask(pixels, result["segmentation"], colours[result["category_id"]], line)
-    factor = max(1, LEGIBLE_SIDE // max(image.size))
+    factor = enlargement(image)
     drawn = Image.fromarray(pixels).resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(drawn)
     boxes = [[factor * value for value in result["bbox"]] for result in ranked]
@@ -47,7 +42,7 @@ def draw_objects(image: Image.Image, results: Sequence[Record], categories: Sequ
         corners = (x, y, x + width, y + height)
         draw.rectangle(corners, outline=colours[result["category_id"]], width=_line_width(drawn))
     # After all boxes, so that no line crosses a text.
-    font = load_font(max(SMALLEST_TEXT, round(min(drawn.size) / TEXT_PARTS)))
+    font = font_for(drawn)
     for result, box in zip(ranked, boxes, strict=True):
         texts = (f"{names[result['category_id']]} {100 * result['score']:.0f}%", names[result["category_id"]])
         write_label(draw, texts, box, colours[result["category_id"]], font)
@@ -105,9 +100,7 @@ def write_label(
     width, height = draw.im.size
     margin = max(1, round(font.size / 8))
     room = width - 2 * margin
-    text = next((text for text in texts if font.getlength(text) <= room), texts[-1])
-    while len(text) > 1 and font.getlength(text) > room:
-        text = f"{text.removesuffix('…')[:-1]}…"
+    text = shortened(next((text for text in texts if font.getlength(text) <= room), texts[-1]), font, room)
     ascent, descent = font.getmetrics()
     wide, high = font.getlength(text) + 2 * margin, ascent + descent
     left = max(0.0, min(box[0], width - wide))
@@ -117,9 +110,3 @@ def write_label(
     # By how bright the ground looks.
     is_bright = 0.299 * red + 0.587 * green + 0.114 * blue > 140
     draw.text((left + margin, top), text, fill="black" if is_bright else "white", font=font)
-
-
-@cache
-def load_font(size: int) -> ImageFont.FreeTypeFont:
-    """A font that knows more alphabets than Pillow's own: matplotlib brings it along."""
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), size)

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +16,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from ..training.config import require
+from ..training.config import changed_fields, require
 from ..training.files import finite, make_folder, space_for
+from ..training.runs import run_config
 from ..training.setup import evaluation_accelerator
 from .coco import Category, CocoSource, Record, open_coco
-from .config import DetectionDataConfig
+from .config import DetectionConfig, DetectionDataConfig
 from .data import evaluation_batches
-from .detector import open_detector, run_config
+from .detector import open_detector
 from .results import (
     NUMBERS,
     PARTS,
@@ -193,13 +194,8 @@ def evaluate_command(
 
 def evaluation_data(run: str | None, data: DetectionDataConfig) -> DetectionDataConfig:
     """The images to evaluate on: those of a run, but for what is said of them, unless others are named."""
-    default = DetectionDataConfig()
-    said = {
-        field.name: vars(data)[field.name]
-        for field in fields(data)
-        if vars(data)[field.name] != vars(default)[field.name]
-    }
-    return data if run is None or said.keys() & set(PLACES) else replace(run_config(run).data, **said)
+    said = changed_fields(data)
+    return data if run is None or said.keys() & set(PLACES) else replace(run_config(DetectionConfig, run).data, **said)
 
 
 def print_tables(outcome: DetectionEvaluation, title: str) -> None:

@@ -1,10 +1,6 @@
 """What is where in images: files in, drawings and JSON out."""
 
-import io
-import json
-import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +10,18 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from ..images import ImageFiles, bombs_refused, on_one_line, readable_name, upright, why_unusable
+from ..images import (
+    ImageFiles,
+    bombs_refused,
+    free_names,
+    on_one_line,
+    readable_name,
+    show_any_letter,
+    upright,
+    why_unusable,
+)
 from ..training.config import require
-from ..training.files import make_folder, space_for
+from ..training.files import json_list, make_folder, space_for
 from .coco import Record
 from .detector import Detector, open_detector
 from .drawing import draw_objects
@@ -93,9 +98,7 @@ def predict_command(
     Returns:
         The exit code: 1 if an image could not be used, else 0.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # People want names to be shown, even in letters that their terminal does not know.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    show_any_letter()
     folder = Path(output)
     make_folder(folder)
     detector = open_detector(run, checkpoint=checkpoint)
@@ -103,40 +106,21 @@ def predict_command(
     predictions = predict(detector, files, threshold=threshold, device=device)
     names = {category.id: category.name for category in detector.categories}
     failed = 0
-    with space_for(folder), (folder / PREDICTIONS).open("w", encoding="utf-8") as stream:
-        separator = "[\n"
-        try:
-            for prediction, drawing in zip(predictions, drawing_files(files, folder), strict=True):
-                if prediction.image is None:
-                    failed += 1
-                    print(on_one_line(prediction.error or ""), file=sys.stderr)
-                else:
-                    draw_objects(prediction.image, prediction.objects, detector.categories).save(drawing)
-                    print(on_one_line(summary(prediction, names)))
-                stream.write(separator + json.dumps(to_json(prediction, drawing, names), ensure_ascii=False))
-                separator = ",\n"
-        finally:
-            # Should something go wrong, what was told before is JSON all the same.
-            stream.write("[]\n" if separator == "[\n" else "\n]\n")
+    with space_for(folder), json_list(folder / PREDICTIONS) as write:
+        for prediction, drawing in zip(predictions, drawing_files(files, folder), strict=True):
+            if prediction.image is None:
+                failed += 1
+                print(on_one_line(prediction.error or ""), file=sys.stderr)
+            else:
+                draw_objects(prediction.image, prediction.objects, detector.categories).save(drawing)
+                print(on_one_line(summary(prediction, names)))
+            write(to_json(prediction, drawing, names))
     return 1 if failed else 0
 
 
 def drawing_files(files: ImageFiles, folder: Path) -> list[Path]:
     """A file for the drawing of each image: names that clash get numbers, and no image is written over."""
-    home = Path(os.path.realpath(folder))
-    # There are disks that take A.png for a.png.
-    taken = {os.path.realpath(path).casefold() for path, _ in files.files}
-    uses: Counter[str] = Counter()
-    chosen = []
-    for path, _ in files.files:
-        stem = Path(path).stem
-        name = None
-        while name is None or str(home / name).casefold() in taken:
-            uses[stem] += 1
-            name = f"{stem}.png" if uses[stem] == 1 else f"{stem}-{uses[stem]}.png"
-        taken.add(str(home / name).casefold())
-        chosen.append(folder / name)
-    return chosen
+    return [folder / f"{name}.png" for name in free_names(files, folder)]
 
 
 def summary(prediction: Prediction, names: dict[int, str]) -> str:

@@ -7,21 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torch import Tensor
 from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
+from ..training.backbone import MEAN_COLOUR
 from .config import DetectionAugmentConfig
 
 # An image (3, height, width) of bytes and its objects: boxes (objects, 4), labels (objects,), masks (objects, height,
 # width).
 Sample = tuple[Tensor, dict[str, Tensor]]
 Transform = Callable[[Tensor, dict[str, Tensor]], Sample]
-
-# What is around an image is 0 after normalisation, as is the padding that torchvision gives to batches.
-PADDING = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 
 
 def training_transform(augment: DetectionAugmentConfig) -> Transform:
@@ -84,7 +81,7 @@ class LargeScaleJitter(v2.Transform):
         """Scale, cut and fill one part of a sample."""
         scaled = resize(inpt, params["size"])
         cut = v2.functional.crop(scaled, *params["cut"])
-        return v2.functional.pad(cut, params["padding"], fill=PADDING if isinstance(inpt, Image) else 0)
+        return v2.functional.pad(cut, params["padding"], fill=MEAN_COLOUR if isinstance(inpt, Image) else 0)
 
 
 def keep_visible(image: Tensor, target: dict[str, Tensor]) -> Sample:

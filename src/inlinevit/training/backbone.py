@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from timm.data import resolve_data_config
+from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
@@ -21,6 +21,8 @@ OWN_WORDS = {
     "out_indices": "backbone",
 }
 STRIDES = (4, 8, 16, 32)
+# The mean colour of images, in bytes: after normalisation it is 0, as is the padding that models give.
+MEAN_COLOUR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 # A file that holds a smaller share of a backbone's weights is one for another model.
 LEAST_SHARE = 0.5
 

@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
@@ -114,7 +114,8 @@ class RunConfig:
     """"auto" goes on from the newest good checkpoint in `output`, if there is one; "never" begins anew; or the folder
     of a checkpoint: checkpoints of later steps in `output` are then replaced."""
     checkpoint_minutes: float = 10.0
-    """Minutes between checkpoints within an epoch; there is always one at the end of an epoch."""
+    """Minutes between checkpoints; there is always one at an evaluation and, unless the schedule counts steps, at the
+    end of an epoch."""
     checkpoint_steps: int | None = None
     """Steps between checkpoints."""
     keep: int = 2
@@ -213,6 +214,13 @@ def _convert(hint: Any, value: Any) -> Any:
     alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     is_tuple = any(typing.get_origin(alternative) is tuple for alternative in alternatives)
     return tuple(value) if is_tuple and isinstance(value, list) else value
+
+
+def changed_fields(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that are not as they are by default."""
+    default = type(config)()
+    names = [one.name for one in fields(config)]
+    return {name: vars(config)[name] for name in names if vars(config)[name] != vars(default)[name]}
 
 
 def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

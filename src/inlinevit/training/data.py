@@ -183,6 +183,22 @@ def draw_order(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
     return order, torch.randint(SEEDS, (count,), generator=generator)
 
 
+def require_a_batch(batches: int, samples: int, batch_size: int, processes: int) -> None:
+    """Refuse training data that do not fill a single batch.
+
+    Args:
+        batches: Batches of an epoch.
+        samples: Samples that there are.
+        batch_size: Samples in a batch of one process.
+        processes: How many there are.
+    """
+    if batches == 0:
+        raise ValueError(
+            f"{samples} images for training are fewer than a batch of {batch_size} for each of {processes} "
+            "processes: choose a smaller --data.batch_size"
+        )
+
+
 class ShardedOrder:
     """Which samples each process sees, in which order, and the seed of each.
 

@@ -4,7 +4,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,26 @@ def finite(values: dict[str, float]) -> dict[str, float | None]:
 def replace_json(path: Path, value: Any) -> None:
     """Give a JSON file new content."""
     replace_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+@contextmanager
+def json_list(path: Path) -> Iterator[Callable[[Any], None]]:
+    """A context in which a JSON list is written, item by item: it gives the function that writes one.
+
+    Should something go wrong, what was written before is JSON all the same.
+    """
+    with path.open("w", encoding="utf-8") as stream:
+        separator = "[\n"
+
+        def write(item: Any) -> None:
+            nonlocal separator
+            stream.write(separator + json.dumps(item, ensure_ascii=False))
+            separator = ",\n"
+
+        try:
+            yield write
+        finally:
+            stream.write("[]\n" if separator == "[\n" else "\n]\n")
 
 
 def sync_folder(path: Path) -> None:

@@ -41,7 +41,7 @@ class RunLog:
         self.file = Path(config.run.output) / "metrics.jsonl"
         self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
+            TextColumn("epoch {task.fields[epoch]}" if config.schedule.steps is None else "step"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:.0f} images/s"),
@@ -126,8 +126,11 @@ class RunLog:
         left = timedelta(seconds=round(pace * (self.total_steps - step)))
         training = " ".join(f"{name} {value:.4g}" for name, value in self.latest.items())
         evaluation = " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        by_epochs = self.config.schedule.steps is None
         parts = [
-            f"epoch {step / self.steps_per_epoch:g} (step {step})",
+            f"epoch {step / self.steps_per_epoch:g} (step {step})"
+            if by_epochs
+            else f"step {step} of {self.total_steps}",
             f"training: {training}" if training else "",
             f"evaluation: {evaluation}" if evaluation else "",
             f"left {left}",

@@ -184,11 +184,12 @@ class Trainer:
         return not is_evaluated and (step == self.total_steps or step % interval == 0)
 
     def checkpoint_is_due(self) -> bool:
-        """Whether a checkpoint is due after this step: at the end of an epoch, and within it as configured."""
+        """Whether a checkpoint is due after this step: at the end of an epoch, if those count, and as configured."""
         run, step = self.config.run, self.progress.step
         by_steps = run.checkpoint_steps is not None and step % run.checkpoint_steps == 0
         by_time = time.monotonic() - self.saved_at > 60 * run.checkpoint_minutes
-        return by_steps or by_time or step % self.steps_per_epoch == 0 or step == self.total_steps
+        by_epochs = self.config.schedule.steps is None and step % self.steps_per_epoch == 0
+        return by_steps or by_time or by_epochs or step == self.total_steps
 
     def agree(self, loss: float, stop: bool, save: bool) -> tuple[float, bool, bool]:
         """The mean loss of all processes; and what any of them wishes, all of them do."""

@@ -17,10 +17,31 @@ CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 # What a task notes in the folder tells whose run it is.
 RUN_CLASSES = "classes.json"
 RUN_CATEGORIES = "categories.json"
+RUN_LABELS = "labels.json"
 TASKS = {
     RUN_CLASSES: ("classification", "inlinevit eval or inlinevit predict"),
     RUN_CATEGORIES: ("detection", "inlinevit detect eval or inlinevit detect predict"),
+    RUN_LABELS: ("segmentation", "inlinevit segment eval or inlinevit segment predict"),
 }
+
+
+def run_config(kind: type[AnyConfig], run: str) -> AnyConfig:
+    """The configuration of a training run.
+
+    Args:
+        kind: The class of the task's configurations.
+        run: The folder of the run.
+    """
+    file = Path(run) / RUN_CONFIG
+    if not file.is_file():
+        problem = f"{run} holds no {RUN_CONFIG}" if file.parent.is_dir() else f"no folder at {run}"
+        raise FileNotFoundError(f"{problem}: name the folder of a {task_of(kind)} run")
+    return load_config(kind, file)
+
+
+def task_of(kind: type) -> str:
+    """The task that a class of configurations is for, in a word."""
+    return kind.__name__.removesuffix("Config").lower()
 
 
 def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
@@ -33,7 +54,7 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
     try:
         return from_plain(kind, yaml.safe_load(Path(path).read_text()))
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, TypeError) as error:
-        task = kind.__name__.removesuffix("Config").lower()
+        task = task_of(kind)
         for note, (other, commands) in TASKS.items():
             if other != task and Path(path).with_name(note).is_file():
                 raise ValueError(
