@@ -13,6 +13,7 @@ from PIL import Image
 from inlinevit import cli
 
 from .detection.conftest import draw_coco
+from .segmentation.conftest import draw_ade
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -35,6 +36,9 @@ SMALLER = {
     "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml": "--schedule.epochs 1 --schedule.warmup 0 --data.workers 0 "
     "--model.pretrained false --model.options.depths [1,1,1,1] --model.channels 16 --model.box_channels 16 "
     "--model.side 64 --model.longest_side 96 --augment.sides [64] --augment.longest_side 96",
+    "recipes/segmentation/semantic_fpn_inline_pvt_tiny.yaml": "--schedule.steps 1 --data.workers 0 --data.batch_size 2 "
+    "--model.pretrained false --model.options.depths [1,1,1,1] --model.channels 64 --model.num_classes 4 "
+    "--augment.crop 64 --augment.shorter_side 64 --view.shorter_side 64",
 }
 
 
@@ -43,17 +47,17 @@ def test_python_blocks_run(code):
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_the_table_of_models_is_what_the_command_prints(capsys):
-    cli.main(["models", "--markdown"])
-    (table,) = re.findall(r"<!-- models -->\n(.*?)<!-- /models -->", README, re.DOTALL)
-    assert table == capsys.readouterr().out
-
-
-def test_the_table_of_detectors_is_what_the_command_prints(capsys):
-    cli.main(["models", "--task", "detection", "--markdown"])
-    (table,) = re.findall(
-        r"<!-- models -->\n(.*?)<!-- /models -->", (ROOT / "docs" / "detection.md").read_text(), re.DOTALL
-    )
+@pytest.mark.parametrize(
+    ("file", "task"),
+    [
+        ("README.md", "classification"),
+        ("docs/detection.md", "detection"),
+        ("docs/segmentation.md", "segmentation"),
+    ],
+)
+def test_the_table_of_models_is_what_the_command_prints(file, task, capsys):
+    cli.main(["models", "--task", task, "--markdown"])
+    (table,) = re.findall(r"<!-- models -->\n(.*?)<!-- /models -->", (ROOT / file).read_text(), re.DOTALL)
     assert table == capsys.readouterr().out
 
 
@@ -68,6 +72,7 @@ def workplace(tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)
     draw_coco(folder / "path/to/coco", {"train2017": 2, "val2017": 1})
+    draw_ade(folder / "path/to/ade20k", {"training": 2, "validation": 1})
     return folder
 
 
@@ -80,12 +85,13 @@ def shortened(words):
 def test_the_commands_to_train_evaluate_and_predict_run(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     commands = [words for words in shell_lines(README) if words[0] == "inlinevit"]
-    assert {words[1] for words in commands} >= {"train", "eval", "predict", "detect"}
+    assert {words[1] for words in commands} >= {"train", "eval", "predict", "detect", "segment"}
     for words in map(shortened, commands):
         cli.main(words)
     output = capsys.readouterr().out
     assert "done: top1" in output
     assert "done: box_AP" in output
+    assert "done: miou" in output
     assert "photo.jpg" in output
 
 

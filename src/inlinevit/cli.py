@@ -2,6 +2,7 @@
 
 import errno
 import fnmatch
+import inspect
 import json
 import os
 import re
@@ -26,6 +27,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from .classification.config import ClassificationConfig
     from .detection.config import DetectionConfig
+    from .segmentation.config import SegmentationConfig
     from .training.config import TrainConfig
     from .training.task import Task
 
@@ -43,6 +45,7 @@ EXTRAS = {
     "torchmetrics": "train",
     "yaml": "train",
     "pycocotools": "detection",
+    "segmentation_models_pytorch": "segmentation",
 }
 
 
@@ -189,9 +192,9 @@ def models_parser() -> ArgumentParser:
     parser = new_parser("models", "List all models with their size, cost and accuracy.")
     parser.add_argument(
         "--task",
-        choices=("classification", "detection"),
+        choices=("classification", "detection", "segmentation"),
         default="classification",
-        help="what to list: classifiers, or Mask R-CNN and its cascade on our backbones and on their softmax rivals",
+        help="what to list: classifiers, or whole models for another task on our backbones and on their softmax rivals",
     )
     parser.add_argument("--filter", default="*", help="show the models whose name matches, such as '*swin*'")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="print JSON")
@@ -201,7 +204,8 @@ def models_parser() -> ArgumentParser:
 
 def show_models(settings: Namespace) -> None:
     """Print the models whose name matches, as a table, as "json" or as "markdown"."""
-    listed = detectors_listed() if settings.task == "detection" else classifiers_listed()
+    tasks = {"classification": classifiers_listed, "detection": detectors_listed, "segmentation": segmenters_listed}
+    listed = tasks[settings.task]()
     names = [name for name in listed.facts if fnmatch.fnmatch(name, settings.filter)]
     if not names:
         words = "inlinevit models" if settings.task == "classification" else f"inlinevit models --task {settings.task}"
@@ -249,6 +253,14 @@ def detectors_listed() -> Listed:
 
     caption = "Millions of parameters and GMACs of whole detectors: 80 categories, one image of 1280×800"
     return Listed(DETECTOR_CATALOG, HEADINGS, cells, caption)
+
+
+def segmenters_listed() -> Listed:
+    """Models that label pixels by backbone, each InLine one above its softmax counterpart."""
+    from .segmentation.cost import HEADINGS, SEGMENTER_CATALOG, cells
+
+    caption = "Millions of parameters and GMACs of whole models: 150 classes, one image of 2048×512"
+    return Listed(SEGMENTER_CATALOG, HEADINGS, cells, caption)
 
 
 def recipe_parser(name: str, description: str, config: type["TrainConfig"], example: str) -> ArgumentParser:
@@ -335,84 +347,114 @@ def predict(settings: Namespace) -> int:
     return predict_command(**vars(settings))
 
 
-def detect_parser() -> ArgumentParser:
-    """The arguments of `inlinevit detect`: train, eval or predict, each with options of its own."""
-    parser = new_parser("detect", "Find objects in images, with boxes and masks.")
+class DenseTask(NamedTuple):
+    """What `inlinevit detect` and `inlinevit segment` consist of.
+
+    Attributes:
+        name: Of the command.
+        description: What it does.
+        recipe: An example.
+        config: What a run can be told.
+        make_task: From that to a job of the training loop.
+        evaluate: What `eval` calls.
+        predict: What `predict` calls.
+    """
+
+    name: str
+    description: str
+    recipe: str
+    config: type["TrainConfig"]
+    make_task: Callable[[Any], "Task"]
+    evaluate: Callable[..., None]
+    predict: Callable[..., int]
+
+
+def detection() -> DenseTask:
+    """What `inlinevit detect` consists of."""
+    from .detection.config import DetectionConfig
+    from .detection.evaluate import evaluate_command
+    from .detection.predict import predict_command
+    from .detection.task import Detection
+
+    about = "Find objects in images, with boxes and masks."
+    recipe = "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml"
+    return DenseTask("detect", about, recipe, DetectionConfig, Detection, evaluate_command, predict_command)
+
+
+def segmentation() -> DenseTask:
+    """What `inlinevit segment` consists of."""
+    from .segmentation.config import SegmentationConfig
+    from .segmentation.evaluate import evaluate_command
+    from .segmentation.predict import predict_command
+    from .segmentation.task import Segmentation
+
+    about = "Tell the class of each pixel."
+    recipe = "recipes/segmentation/semantic_fpn_inline_pvt_tiny.yaml"
+    return DenseTask("segment", about, recipe, SegmentationConfig, Segmentation, evaluate_command, predict_command)
+
+
+def dense_parser(task: DenseTask) -> ArgumentParser:
+    """The arguments of a dense task: train, eval or predict, each with options of its own."""
+    parser = new_parser(task.name, task.description)
     parsers = parser.add_subcommands(required=True, dest="what")
-    parsers.add_subcommand("train", detect_train_parser(), help="train a detector")
-    parsers.add_subcommand("eval", detect_eval_parser(), help="evaluate a detector, or a file of its results")
-    parsers.add_subcommand("predict", detect_predict_parser(), help="draw what a detector finds in images")
+    parsers.add_subcommand("train", dense_train_parser(task), help="train a model")
+    parsers.add_subcommand("eval", dense_eval_parser(task), help="evaluate a model")
+    parsers.add_subcommand("predict", dense_predict_parser(task), help="draw what a model sees in images")
     return parser
 
 
-def detect_train_parser() -> ArgumentParser:
-    """The arguments of `inlinevit detect train`: a recipe, and the fields of DetectionConfig."""
-    from .detection.config import DetectionConfig
+def dense_train_parser(task: DenseTask) -> ArgumentParser:
+    """The arguments of `train`: a recipe, and the fields of the task's configuration."""
+    return recipe_parser(f"{task.name} train", "Train a model.", task.config, task.recipe)
 
-    example = "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml"
-    return recipe_parser("detect train", "Train a detector.", DetectionConfig, example)
+
+def dense_eval_parser(task: DenseTask) -> ArgumentParser:
+    """The arguments of `eval`: those of its function."""
+    parser = new_parser(f"{task.name} eval", "Evaluate a model.")
+    if "results" in inspect.signature(task.evaluate).parameters:
+        parser.add_argument("run", nargs="?", type=str, default=None, help="folder of a training run, unless --results")
+        about = "evaluate results in COCO's format instead of a model"
+        parser.add_argument("--results", nargs="+", type=str, default=None, help=about)
+    else:
+        parser.add_argument("run", type=str, help="folder of a training run")
+    parser.add_function_arguments(task.evaluate, skip={"run", "results"})
+    return parser
+
+
+def dense_predict_parser(task: DenseTask) -> ArgumentParser:
+    """The arguments of `predict`: those of its function."""
+    parser = new_parser(f"{task.name} predict", "Tell and draw what a model sees in images.")
+    parser.add_argument("run", type=str, help="folder of a training run")
+    parser.add_argument("images", nargs="+", type=str, help="images, folders of images, or patterns such as '*.jpg'")
+    parser.add_function_arguments(task.predict, skip={"run", "images"})
+    return parser
+
+
+def parse_dense_config(task: DenseTask, arguments: Sequence[str]) -> Any:
+    """The configuration that `train` would use."""
+    parser = dense_train_parser(task)
+    return to_config(parser.instantiate(parser.parse_args(list(arguments))), task.config)
 
 
 def parse_detection_config(arguments: Sequence[str]) -> "DetectionConfig":
     """The configuration that `inlinevit detect train` would use."""
-    from .detection.config import DetectionConfig
-
-    parser = detect_train_parser()
-    return to_config(parser.instantiate(parser.parse_args(list(arguments))), DetectionConfig)
+    return parse_dense_config(detection(), arguments)
 
 
-def detect_eval_parser() -> ArgumentParser:
-    """The arguments of `inlinevit detect eval`: those of evaluate_command."""
-    from .detection.evaluate import evaluate_command
-
-    parser = new_parser("detect eval", "Evaluate a detector as COCO does.")
-    parser.add_argument("run", nargs="?", type=str, default=None, help="folder of a training run; none with --results")
-    parser.add_function_arguments(evaluate_command, skip={"run", "results"})
-    parser.add_argument(
-        "--results", nargs="+", type=str, default=None, help="evaluate results in COCO's format instead of a model"
-    )
-    return parser
+def parse_segmentation_config(arguments: Sequence[str]) -> "SegmentationConfig":
+    """The configuration that `inlinevit segment train` would use."""
+    return parse_dense_config(segmentation(), arguments)
 
 
-def detect_predict_parser() -> ArgumentParser:
-    """The arguments of `inlinevit detect predict`: those of predict_command."""
-    from .detection.predict import predict_command
-
-    parser = new_parser("detect predict", "Find objects in images, draw them, and write them down.")
-    parser.add_argument("run", type=str, help="folder of a training run")
-    parser.add_argument("images", nargs="+", type=str, help="images, folders of images, or patterns such as '*.jpg'")
-    parser.add_function_arguments(predict_command, skip={"run", "images"})
-    return parser
-
-
-def detect(settings: Namespace) -> int | None:
-    """Train, evaluate or use a detector."""
-    return {"train": detect_train, "eval": detect_eval, "predict": detect_predict}[settings.what](
-        settings[settings.what]
-    )
-
-
-def detect_train(settings: Namespace) -> None:
-    """Train a detector."""
-    from .detection.config import DetectionConfig
-    from .detection.task import Detection
-
-    config = to_config(settings, DetectionConfig)
-    run_training(Detection(config), config)
-
-
-def detect_eval(settings: Namespace) -> None:
-    """Evaluate a detector."""
-    from .detection.evaluate import evaluate_command
-
-    evaluate_command(**vars(settings))
-
-
-def detect_predict(settings: Namespace) -> int:
-    """Find objects in images."""
-    from .detection.predict import predict_command
-
-    return predict_command(**vars(settings))
+def run_dense(task: DenseTask, settings: Namespace) -> int | None:
+    """Train, evaluate or use a model."""
+    options = settings[settings.what]
+    if settings.what == "train":
+        config = to_config(options, task.config)
+        run_training(task.make_task(config), config)
+        return None
+    command: Callable[..., int | None] = task.evaluate if settings.what == "eval" else task.predict
+    return command(**vars(options))
 
 
 def demo_parser() -> ArgumentParser:
@@ -580,7 +622,16 @@ COMMANDS = {
     "train": Command("train a classifier", train_parser, train),
     "eval": Command("evaluate a classifier", eval_parser, evaluate),
     "predict": Command("tell the classes of images", predict_parser, predict),
-    "detect": Command("find objects in images: train, evaluate, predict", detect_parser, detect),
+    "detect": Command(
+        "find objects in images: train, evaluate, predict",
+        lambda: dense_parser(detection()),
+        lambda settings: run_dense(detection(), settings),
+    ),
+    "segment": Command(
+        "tell the class of each pixel: train, evaluate, predict",
+        lambda: dense_parser(segmentation()),
+        lambda settings: run_dense(segmentation(), settings),
+    ),
     "analyze": Command("see inside models where attention goes", analyze_parser, analyze),
     "figure1": Command("redraw the paper's first figure", figure1_parser, run_figure1),
     "bench": Command("measure speed", bench_parser, bench),

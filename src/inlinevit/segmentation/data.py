@@ -1,0 +1,92 @@
+"""From images and label maps to batches for training and to single ones for evaluation."""
+
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from ..training.data import EvaluationData, ShardedOrder, ShuffledData, TrainingData, require_a_batch
+from .ade import AdeSource
+from .config import SegmentationAugmentConfig, SegmentationDataConfig
+from .transforms import Sample, Transform, as_tensors, as_tv_tensors, training_transform
+
+
+class SegmentationSamples(Dataset[Sample]):
+    """Images to train on, varied at random, with their label maps: (3, crop, crop) and (crop, crop) of bytes.
+
+    Args:
+        source: Where they come from.
+        transform: How they are varied.
+    """
+
+    def __init__(self, source: AdeSource, transform: Transform) -> None:
+        self.source, self.transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        image, labels = pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
+        return as_tensors(*self.transform(*as_tv_tensors(image, labels)))
+
+
+class EvaluationImages(Dataset[tuple[int, Tensor, Tensor]]):
+    """Images and label maps as they are, each pair with its index in the source.
+
+    Args:
+        source: Where they come from.
+    """
+
+    def __init__(self, source: AdeSource) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
+
+
+def collate(samples: list[Sample]) -> Sample:
+    """Samples to a batch: (batch, 3, crop, crop) and (batch, crop, crop)."""
+    images, labels = zip(*samples, strict=True)
+    return torch.stack(images), torch.stack(labels)
+
+
+def training_batches(
+    source: AdeSource,
+    augment: SegmentationAugmentConfig,
+    config: SegmentationDataConfig,
+    seed: int,
+    process: int,
+    processes: int,
+) -> TrainingData:
+    """Batches (images, labels) of one process, in an order that comes back.
+
+    Args:
+        source: Where the images come from.
+        augment: How they are varied.
+        config: Size of batches, number of workers.
+        seed: The run's seed.
+        process: This process.
+        processes: How many there are.
+    """
+    order = ShardedOrder(len(source), config.batch_size, seed=seed, process=process, processes=processes)
+    require_a_batch(len(order), len(source), config.batch_size, processes)
+    samples = SegmentationSamples(source, training_transform(augment))
+    return ShuffledData(samples, order, workers=config.workers, collate=collate)
+
+
+def evaluation_batches(
+    source: AdeSource, config: SegmentationDataConfig, process: int, processes: int
+) -> EvaluationData:
+    """Single (index, image, labels) of one process; over all processes, every image comes once.
+
+    An image is (3, height, width) and its labels are (height, width) of bytes, neither resized nor normalised.
+    Arguments as for `training_batches`.
+    """
+    return EvaluationData(
+        EvaluationImages(source), 1, workers=config.workers, collate=itemgetter(0), process=process, processes=processes
+    )

@@ -1,0 +1,75 @@
+"""Segmentation as a Task of the training loop."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..training.backbone import mean_and_std
+from ..training.creation import check_model_name
+from ..training.data import TrainingData
+from .ade import open_ade
+from .config import SegmentationConfig
+from .data import training_batches
+from .evaluate import evaluate
+from .labels import IGNORED, open_labels
+from .model import build_segmenter
+from .view import normalized
+
+
+class Segmentation:
+    """A class for each pixel.
+
+    Args:
+        config: The run.
+    """
+
+    metric = "miou"
+    greater_is_better = True
+
+    def __init__(self, config: SegmentationConfig) -> None:
+        self.config = config
+        check_model_name(config.model.backbone)
+        self.mean_std = mean_and_std(config.model.backbone)
+        self.labels = open_labels(config.data, config.model.num_classes)
+        self.training_source = open_ade(config.data, self.labels, training=True)
+        self.evaluation_source = open_ade(config.data, self.labels, training=False)
+
+    def build_model(self) -> nn.Module:
+        """See Task.build_model."""
+        return build_segmenter(self.config.model, len(self.labels.classes))
+
+    def training_data(self, process: int, processes: int) -> TrainingData:
+        """See Task.training_data."""
+        config = self.config
+        return training_batches(self.training_source, config.augment, config.data, config.run.seed, process, processes)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """See Task.loss."""
+        images, labels = batch
+        answer = model(normalized(images, *self.mean_std))
+        if isinstance(answer, Tensor):
+            return pixel_loss(answer, labels)
+        logits, auxiliary = answer
+        return pixel_loss(logits, labels) + self.config.model.auxiliary_weight * pixel_loss(auxiliary, labels)
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        """See Task.evaluate."""
+        config = self.config
+        return evaluate(model, self.evaluation_source, config.data, config.view, self.mean_std, accelerator).numbers()
+
+    def notes(self) -> dict[str, Any]:
+        """See Task.notes."""
+        return {"labels": self.labels.to_plain()}
+
+
+def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the pixels that count; 0 if there are none.
+
+    Args:
+        logits: (batch, classes, height, width).
+        labels: (batch, height, width) of bytes; IGNORED where a pixel does not count.
+    """
+    total = F.cross_entropy(logits.float(), labels.long(), ignore_index=IGNORED, reduction="sum")
+    return total / (labels != IGNORED).sum().clamp(min=1)
