@@ -17,6 +17,8 @@ from inlinevit.classification.config import (
     ModelConfig,
 )
 from inlinevit.cli import parse_config
+from inlinevit.detection.config import DetectionConfig
+from inlinevit.segmentation.config import SegmentationConfig
 from inlinevit.training.config import (
     FREE_TO_CHANGE,
     OptimizerConfig,
@@ -238,4 +240,5 @@ def test_options_of_the_model_may_not_change_either() -> None:
 
 
 def test_what_may_change_exists() -> None:
-    assert set(FREE_TO_CHANGE) <= set(flattened(to_plain(ClassificationConfig())))
+    tasks = ClassificationConfig(), DetectionConfig(), SegmentationConfig()
+    assert set(FREE_TO_CHANGE) <= {name for config in tasks for name in flattened(to_plain(config))}

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..training.backbone import BackboneConfig
-from ..training.config import OptimizerConfig, ScheduleConfig, TrainConfig, require
+from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, TrainConfig, require
 
 
 @dataclass
-class DetectionDataConfig:
+class DetectionDataConfig(SplitDataConfig):
     """Where images and annotations are, and how they are read."""
 
     path: str = "path/to/coco"
@@ -25,23 +25,8 @@ class DetectionDataConfig:
     """The annotations to evaluate on, if they lie elsewhere."""
     eval_folder: str | None = None
     """The folder of the images to evaluate on, if it lies elsewhere."""
-    train_images: int | None = None
-    """Train on so many images, those with the lowest ids; null = all."""
-    eval_images: int | None = None
-    """Evaluate on so many images, those with the lowest ids; null = all."""
-    batch_size: int = 2
-    """Images in a batch of one process. Evaluation takes one image at a time: others would change its padding."""
-    workers: int = 2
-    """Processes that read images, for each training process; 0 = the training process itself."""
     group_by_aspect: bool = True
     """Have upright and lying images in batches of their own, which need less padding."""
-
-    def __post_init__(self) -> None:
-        require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
-        require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
-        for name in ("train_images", "eval_images"):
-            value = vars(self)[name]
-            require(value is None or value > 0, f"data.{name} is {value}: it should be at least 1")
 
 
 @dataclass

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..training.backbone import BackboneConfig
-from ..training.config import OptimizerConfig, ScheduleConfig, TrainConfig, require
+from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, TrainConfig, require
 
 
 @dataclass
-class SegmentationDataConfig:
+class SegmentationDataConfig(SplitDataConfig):
     """Where images and their label maps are, and how they are read."""
 
     path: str = "path/to/ade20k"
@@ -19,21 +19,6 @@ class SegmentationDataConfig:
     """The split to evaluate on."""
     labels: str | None = None
     """A YAML file that says what the values of pixels mean; null = as ADE20K has it: 0 is ignored, classes from 1."""
-    train_images: int | None = None
-    """Train on so many images, the first by name; null = all."""
-    eval_images: int | None = None
-    """Evaluate on so many images, the first by name; null = all."""
-    batch_size: int = 4
-    """Images in a batch of one process. Evaluation takes one image at a time."""
-    workers: int = 2
-    """Processes that read images, for each training process; 0 = the training process itself."""
-
-    def __post_init__(self) -> None:
-        require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
-        require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
-        for name in ("train_images", "eval_images"):
-            value = vars(self)[name]
-            require(value is None or value > 0, f"data.{name} is {value}: it should be at least 1")
 
 
 @dataclass

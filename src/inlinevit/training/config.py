@@ -159,6 +159,27 @@ class RunConfig:
 
 
 @dataclass
+class SplitDataConfig:
+    """What data for dense tasks have in common: they come in splits, and are evaluated one image at a time."""
+
+    train_images: int | None = None
+    """Train on so many images, the first of the split; null = all."""
+    eval_images: int | None = None
+    """Evaluate on so many images, the first of the split; null = all."""
+    batch_size: int = 2
+    """Images in a batch of one process. Evaluation takes one image at a time."""
+    workers: int = 2
+    """Processes that read images, for each training process; 0 = the training process itself."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
+        require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
+        for name in ("train_images", "eval_images"):
+            value = vars(self)[name]
+            require(value is None or value > 0, f"data.{name} is {value}: it should be at least 1")
+
+
+@dataclass
 class TrainConfig:
     """What the loop needs to know. A task adds its data and its model."""
 
@@ -171,7 +192,12 @@ class TrainConfig:
 FREE_TO_CHANGE = (
     "data.path",
     "data.eval_path",
+    "data.eval_annotations",
+    "data.eval_folder",
+    "data.labels",
     "data.root",
+    "data.train_annotations",
+    "data.train_folder",
     "data.workers",
     "run.checkpoint_minutes",
     "run.checkpoint_steps",
