@@ -93,6 +93,8 @@ def test_recipe_is_the_tables(name: str) -> None:
     assert (view.shorter_side, view.window, view.scales, view.flip) == (512, None, [1.0], False)
     assert config.data.labels is None
     assert config.run.evaluate_every == expected.evaluate_every
+    # UperNet has batch norms, and few images a process.
+    assert config.run.sync_batch_norm == (config.model.kind == "upernet")
     assert expected.steps % expected.evaluate_every == 0
 
 

@@ -2,18 +2,26 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import timm
 import torch
+from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from toy import MODELS, Mlp, make_model, make_trainer, settings
 
 from inlinevit.layers import Block
 from inlinevit.training.config import OptimizerConfig, RunConfig, ScheduleConfig
-from inlinevit.training.setup import make_average, make_fsdp_plugin, make_optimizer, make_scheduler
+from inlinevit.training.setup import (
+    make_average,
+    make_fsdp_plugin,
+    make_optimizer,
+    make_scheduler,
+    synchronize_norms,
+)
 
 LR, MIN_LR, WARMUP_LR = 0.1, 0.01, 0.001
 
@@ -199,3 +207,19 @@ def test_optimizers_that_cannot_be_used(name: str, problem: str) -> None:
         pytest.skip("this machine may have it")
     with pytest.raises(ValueError, match=f"optimizer {name} {problem}"):
         make_optimizer(nn.Linear(2, 2), OptimizerConfig(name=name), 1)
+
+
+def test_batch_norms_see_all_processes() -> None:
+    def accelerator(processes: int, device: str) -> Accelerator:
+        return cast(Accelerator, SimpleNamespace(num_processes=processes, device=torch.device(device)))
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.LayerNorm(4))
+
+    kinds = [type(part) for part in synchronize_norms(model(), accelerator(2, "cuda")).children()]
+    assert kinds == [nn.Conv2d, nn.SyncBatchNorm, nn.LayerNorm]
+    alone = model()
+    assert synchronize_norms(alone, accelerator(1, "cpu")) is alone
+    assert isinstance(alone[1], nn.BatchNorm2d)
+    with pytest.raises(ValueError, match="needs processes with a GPU each"):
+        synchronize_norms(model(), accelerator(2, "cpu"))

@@ -137,6 +137,8 @@ class RunConfig:
     is used as it is."""
     deterministic: bool = False
     """On a GPU, choose algorithms that give the same bits each time, at some cost; a CPU does so anyway."""
+    sync_batch_norm: bool = False
+    """Have batch norms see the images of all processes: for models that have some, and few images a process."""
     fsdp: bool = False
     """Shard parameters, gradients and optimizer states over the processes."""
     trackers: list[str] = field(default_factory=list)

@@ -22,7 +22,14 @@ from .config import TrainConfig, check_unchanged, read_plain, require, to_plain
 from .files import finite, make_folder, replace_bytes, replace_json
 from .log import RunLog
 from .seeding import seed_of, set_seed
-from .setup import checkpoint_gradients, make_accelerator, make_average, make_optimizer, make_scheduler
+from .setup import (
+    checkpoint_gradients,
+    make_accelerator,
+    make_average,
+    make_optimizer,
+    make_scheduler,
+    synchronize_norms,
+)
 from .state import get_state, get_weights, own_weights, set_state, set_weights
 from .task import Task
 
@@ -63,6 +70,8 @@ class Trainer:
         set_seed(seed_of(run.seed))
         model: Any = task.build_model()
         self.accelerator = make_accelerator(run, model)
+        if run.sync_batch_norm:
+            model = synchronize_norms(model, self.accelerator)
         if run.checkpoint_gradients:
             checkpoint_gradients(model)
         self.data = task.training_data(self.accelerator.process_index, self.accelerator.num_processes)

@@ -75,6 +75,17 @@ def checkpoint_gradients(model: Any) -> None:
         raise ValueError(f"run.checkpoint_gradients: {type(model).__name__} cannot do so, train it without") from error
 
 
+def synchronize_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """The model with batch norms that see the images of all processes; the same model if there is one process."""
+    if accelerator.num_processes == 1:
+        return model
+    require(
+        accelerator.device.type != "cpu",
+        "run.sync_batch_norm needs processes with a GPU each: leave it out, or use one process",
+    )
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
 def make_fsdp_plugin(model: nn.Module) -> FullyShardedDataParallelPlugin:
     """Shard block by block. Our blocks, and nearly all of timm's, are of classes called …Block."""
     names = {type(module).__name__ for module in model.modules()}
