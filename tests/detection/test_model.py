@@ -159,6 +159,34 @@ def test_frozen_stages_keep_their_statistics() -> None:
     assert changed == {"layer3", "layer4"}
 
 
+def test_frozen_stages_leave_nothing_out() -> None:
+    model = tiny(frozen_stages=2, drop_path=0.5).train()
+    stages = model.backbone.body.model.stages
+    assert [stage.training for stage in stages] == [False, False, True, True]
+    assert not any(part.training for stage in stages[:2] for part in stage.modules())
+    assert all(part.training for part in stages[3].modules())
+
+
+@pytest.mark.parametrize("kind", ["mask_rcnn", "cascade_mask_rcnn"])
+def test_boxes_are_in_full_precision_under_autocast(kind: str) -> None:
+    model = tiny(kind).train()
+    images, targets = images_and_targets()
+    seen: list[Tensor] = []
+    heads = model.roi_heads.stages[0] if kind == "cascade_mask_rcnn" else model.roi_heads
+    heads.box_roi_pool.register_forward_pre_hook(lambda module, args: seen.extend(args[1]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = model(images, targets)
+        with torch.no_grad():
+            answers = model.eval()(images)
+    assert all(loss.dtype == torch.float32 for loss in losses.values())
+    assert all(boxes.dtype == torch.float32 for boxes in seen)
+    # The objects themselves are among the regions to learn from, to the last digit.
+    assert (seen[0] == targets[0]["boxes"][1]).all(dim=1).any()
+    for answer in answers:
+        assert {answer[name].dtype for name in ("boxes", "scores", "masks")} == {torch.float32}
+        assert not torch.equal(answer["boxes"], answer["boxes"].bfloat16().float())
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
     gradients, calls = [], []
     for enable in (False, True):

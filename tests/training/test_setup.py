@@ -221,5 +221,11 @@ def test_batch_norms_see_all_processes() -> None:
     alone = model()
     assert synchronize_norms(alone, accelerator(1, "cpu")) is alone
     assert isinstance(alone[1], nn.BatchNorm2d)
+    # Some of timm's norms have activations inside.
+    backbone = timm.create_model("test_efficientnet").eval()
+    images = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        before = backbone(images)
+        torch.testing.assert_close(synchronize_norms(backbone, accelerator(2, "cuda")).eval()(images), before)
     with pytest.raises(ValueError, match="needs processes with a GPU each"):
         synchronize_norms(model(), accelerator(2, "cpu"))

@@ -8,6 +8,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign
 
@@ -52,7 +53,33 @@ class DetectorTransform(GeneralizedRCNNTransform):
         return [{**one, "masks": masks} for one, masks in zip(result, small, strict=True)]
 
 
-class ClassAgnosticPredictor(FastRCNNPredictor):
+class ProposalHead(RPNHead):
+    """torchvision's, with answers in full precision: boxes are made of them, and half precision has no fine places."""
+
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Maps to logits and box codes of all anchors."""
+        logits, deltas = super().forward(x)
+        return [one.float() for one in logits], [one.float() for one in deltas]
+
+
+class BoxPredictor(FastRCNNPredictor):
+    """torchvision's, with answers in full precision."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Regions (n, channels) to logits (n, classes) and box codes (n, 4 · classes)."""
+        logits, deltas = super().forward(x)
+        return logits.float(), deltas.float()
+
+
+class MaskPredictor(MaskRCNNPredictor):
+    """torchvision's, with answers in full precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Regions (n, channels, 14, 14) to masks (n, classes, 28, 28)."""
+        return super().forward(x).float()
+
+
+class ClassAgnosticPredictor(BoxPredictor):
     """Scores by class, and one box for all of them.
 
     Args:
@@ -95,6 +122,7 @@ class PyramidRCNN(MaskRCNN):
         super().__init__(
             backbone,
             rpn_anchor_generator=AnchorGenerator(tuple((side,) for side in anchors), (ASPECT_RATIOS,) * len(anchors)),
+            rpn_head=ProposalHead(config.channels, len(ASPECT_RATIOS)),
             box_head=heads.box_head,
             box_predictor=heads.box_predictor,
             mask_head=heads.mask_head,
@@ -128,7 +156,7 @@ def make_heads(config: DetectorConfig, num_classes: int, stage: int = 0) -> RoIH
         num_classes: Categories, without background.
         stage: Which one of a cascade; the first is that of Mask R-CNN.
     """
-    predictor = ClassAgnosticPredictor if config.class_agnostic_boxes else FastRCNNPredictor
+    predictor = ClassAgnosticPredictor if config.class_agnostic_boxes else BoxPredictor
     threshold, levels = IOU_THRESHOLDS[stage], ["0", "1", "2", "3"]
     return RoIHeads(
         box_roi_pool=MultiScaleRoIAlign(levels, BOX_REGION, sampling_ratio=2),
@@ -144,7 +172,7 @@ def make_heads(config: DetectorConfig, num_classes: int, stage: int = 0) -> RoIH
         detections_per_img=config.detections,
         mask_roi_pool=MultiScaleRoIAlign(levels, MASK_REGION, sampling_ratio=2),
         mask_head=MaskRCNNHeads(config.channels, (config.channels,) * MASK_LAYERS, 1),
-        mask_predictor=MaskRCNNPredictor(config.channels, config.channels, num_classes + 1),
+        mask_predictor=MaskPredictor(config.channels, config.channels, num_classes + 1),
     )
 
 

@@ -34,7 +34,6 @@ class PyramidBackbone(nn.Module):
         self.out_channels = channels
         widths = [info.channels()[level] for level in self.levels]
         self.fpn = FeaturePyramidNetwork(widths, channels, LastLevelMaxPool())
-        self.frozen_norms: list[nn.Module] = []
         if frozen_stages:
             self.freeze(frozen_stages)
 
@@ -45,8 +44,12 @@ class PyramidBackbone(nn.Module):
         return [nhwc_to(one, Format.NCHW) for one in chosen] if self.output_fmt == Format.NHWC else chosen
 
     def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
-        """Images (batch, 3, height, width) to maps (batch, channels, …) called "0", "1", "2", "3" and "pool"."""
-        return self.fpn(OrderedDict((str(level), one) for level, one in enumerate(self.maps(images))))
+        """Images (batch, 3, height, width) to maps (batch, channels, …) called "0", "1", "2", "3" and "pool".
+
+        They are float32 even under autocast: torchvision makes anchors of their type.
+        """
+        maps = self.fpn(OrderedDict((str(level), one) for level, one in enumerate(self.maps(images))))
+        return OrderedDict((name, one.float()) for name, one in maps.items())
 
     def freeze(self, stages: int) -> None:
         """Have the first stages learn no more: all parameters that the maps of these stages depend on."""
@@ -61,17 +64,13 @@ class PyramidBackbone(nn.Module):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 parameter.requires_grad_(False)
-        self.frozen_norms = [
-            module
-            for module in self.body.modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-            and not any(parameter.requires_grad for parameter in module.parameters())
-        ]
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "PyramidBackbone":
-        """Training mode for all but the statistics of frozen stages."""
+        """Training mode for all but what is frozen: that keeps its statistics, and leaves nothing out."""
         super().train(mode)
-        for module in self.frozen_norms:
-            module.eval()
+        for module in self.body.modules():
+            parameters = list(module.parameters())
+            if parameters and not any(parameter.requires_grad for parameter in parameters):
+                module.eval()
         return self

@@ -104,7 +104,7 @@ def to_results(
     # A head may be wider than there were categories: what it takes for a nameless one cannot be told.
     is_named = answer["labels"] <= len(categories)
     boxes, labels, scores, masks = (answer[name][is_named] for name in ("boxes", "labels", "scores", "masks"))
-    corners = boxes.double().cpu()
+    corners = boxes.cpu().double()
     sides = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
     return [
         {

@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from timm.layers import convert_sync_batchnorm
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -83,7 +84,8 @@ def synchronize_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         accelerator.device.type != "cpu",
         "run.sync_batch_norm needs processes with a GPU each: leave it out, or use one process",
     )
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # timm's own: torch's would lose the activations that timm has in its norms.
+    return convert_sync_batchnorm(model)
 
 
 def make_fsdp_plugin(model: nn.Module) -> FullyShardedDataParallelPlugin:
