@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from pycocotools.coco import COCO
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import make_run
 
 from inlinevit.detection.coco import Category, CocoSource, open_coco
-from inlinevit.detection.config import DetectionDataConfig
+from inlinevit.detection.config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
 from inlinevit.detection.evaluate import (
     collect_results,
     evaluate,
@@ -36,6 +37,7 @@ from inlinevit.detection.evaluate import (
     match_categories,
 )
 from inlinevit.detection.results import NUMBERS
+from inlinevit.training.config import to_plain
 
 
 @pytest.fixture(autouse=True)
@@ -123,20 +125,27 @@ def test_categories_of_one_name_are_refused() -> None:
 
 
 def test_the_data_are_those_of_the_run_unless_others_are_named(run: str, data: DetectionDataConfig) -> None:
-    assert evaluation_data(run, DetectionDataConfig()) == data
-    changed = DetectionDataConfig(eval_split="train2017", eval_images=1)
+    assert evaluation_data(run, DetectionDataOptions()) == data
+    changed = DetectionDataOptions(eval_split="train2017", eval_images=1)
     assert evaluation_data(run, changed) == replace(data, eval_split="train2017", eval_images=1)
-    for other in (DetectionDataConfig(path="elsewhere"), DetectionDataConfig(eval_annotations="a.json")):
-        assert evaluation_data(run, other) == other
-    assert evaluation_data(None, changed) == changed
+    for place in ({"path": "elsewhere"}, {"eval_annotations": "a.json"}):
+        assert evaluation_data(run, DetectionDataOptions(**place)) == DetectionDataConfig(**place)
+    assert evaluation_data(None, changed) == DetectionDataConfig(eval_split="train2017", eval_images=1)
+
+
+def test_what_is_said_counts_even_if_it_is_the_default(data: DetectionDataConfig, tmp_path: Path) -> None:
+    config = DetectionConfig(data=replace(data, eval_split="train2017", eval_images=2))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+    said = DetectionDataOptions(eval_split="val2017", eval_images="all")
+    assert evaluation_data(str(tmp_path), said) == replace(data, eval_split="val2017", eval_images=None)
 
 
 def test_the_command_and_its_files(
     run: str, data: DetectionDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate_command(run, DetectionDataConfig(), output=str(tmp_path / "new"))
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "new"))
     shown = capsys.readouterr().out
-    assert "mask_rcnn on test_convnext, 64 pixels, 5 images" in shown
+    assert "mask_rcnn on test_convnext, 64 pixels" in shown
     assert all(word in shown for word in ("AP50", "AR100", "boxes", "masks", "triangle"))
     told = json.loads((tmp_path / "new" / "evaluation.json").read_text())
     truth = f"{data.path}/annotations/instances_val2017.json"
@@ -163,14 +172,16 @@ def test_the_command_and_its_files(
 def test_stored_results_give_the_same_numbers(
     run: str, data: DetectionDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate_command(run, DetectionDataConfig(), output=str(tmp_path / "model"))
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "model"))
     files = [str(tmp_path / "model" / f"results_{kind}.json") for kind in ("bbox", "segm")]
-    evaluate_command(None, data, output=str(tmp_path / "stored"), results=files)
+    evaluate_command(
+        None, DetectionDataOptions(path=data.path, workers=0), output=str(tmp_path / "stored"), results=files
+    )
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
     assert {**model, "run": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))
     # Boxes alone, on the data of a run.
-    evaluate_command(run, DetectionDataConfig(), output=str(tmp_path / "stored"), results=files[:1])
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "stored"), results=files[:1])
     boxes = json.loads((tmp_path / "stored" / "evaluation.json").read_text())
     assert boxes["box_AP"] == model["box_AP"]
     assert "mask_AP" not in boxes
@@ -179,31 +190,31 @@ def test_stored_results_give_the_same_numbers(
 
 def test_what_the_command_cannot_do_is_told(run: str, data: DetectionDataConfig) -> None:
     with pytest.raises(ValueError, match="name the folder of a training run, or results with --results"):
-        evaluate_command(None, data)
+        evaluate_command(None, DetectionDataOptions())
     with pytest.raises(ValueError, match="leave out --checkpoint"):
-        evaluate_command(None, data, checkpoint="best", results=["a.json"])
+        evaluate_command(None, DetectionDataOptions(), checkpoint="best", results=["a.json"])
 
 
 def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> None:
-    evaluate_command(run, DetectionDataConfig(eval_images=1), output=str(tmp_path), precision="bf16")
+    evaluate_command(run, DetectionDataOptions(eval_images=1), output=str(tmp_path), precision="bf16")
     assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
     AcceleratorState._reset_state()
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
-            evaluate_command(run, data, precision="fp16")
+            evaluate_command(run, DetectionDataOptions(), precision="fp16")
 
 
 SCRIPT = """
 import sys
-from inlinevit.detection.config import DetectionDataConfig
+from inlinevit.detection.config import DetectionDataOptions
 from inlinevit.detection.evaluate import evaluate_command
 
-evaluate_command(sys.argv[1], DetectionDataConfig(), output=sys.argv[2])
+evaluate_command(sys.argv[1], DetectionDataOptions(), output=sys.argv[2])
 """
 
 
 def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path) -> None:
-    evaluate_command(run, DetectionDataConfig(), output=str(tmp_path / "one"))
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "one"))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]

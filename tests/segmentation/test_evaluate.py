@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_segmentation_runs import CLASSES, draw_data, make_run
 
 from inlinevit.segmentation.ade import open_ade
-from inlinevit.segmentation.config import SegmentationDataConfig, ViewConfig
+from inlinevit.segmentation.config import SegmentationDataConfig, SegmentationDataOptions, ViewConfig
 from inlinevit.segmentation.evaluate import evaluate, evaluate_command, evaluation_labels, print_tables
 from inlinevit.segmentation.labels import LabelMap, ade_labels
 from inlinevit.segmentation.metrics import SegmentationEvaluation
@@ -97,7 +97,7 @@ def test_windows_give_the_same_numbers_to_a_model_that_sees_single_pixels(data: 
 def test_the_command_and_its_files(
     run: str, data: SegmentationDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate_command(run, SegmentationDataConfig(), ViewOptions(), output=str(tmp_path / "new"))
+    evaluate_command(run, SegmentationDataOptions(), ViewOptions(), output=str(tmp_path / "new"))
     shown = capsys.readouterr().out
     title = "semantic_fpn on test_convnext, shorter side 48, whole images, "
     assert f"{title}{data.path}/images/validation, 5 images" in shown
@@ -122,7 +122,7 @@ def test_what_is_said_is_done(
     run: str, data: SegmentationDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view = ViewOptions(shorter_side="original", window=40, scales=[0.5, 1.0], flip=True)
-    evaluate_command(run, SegmentationDataConfig(eval_images=2), view, output=str(tmp_path))
+    evaluate_command(run, SegmentationDataOptions(eval_images=2), view, output=str(tmp_path))
     told = json.loads((tmp_path / "evaluation.json").read_text())
     assert told["images"] == 2
     expected = ViewConfig(shorter_side=None, window=40, scales=[0.5, 1.0], flip=True)
@@ -136,13 +136,13 @@ def test_what_is_said_is_done(
 
 
 def test_half_precision(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
-    short = SegmentationDataConfig(eval_images=1)
+    short = SegmentationDataOptions(eval_images=1)
     evaluate_command(run, short, ViewOptions(), output=str(tmp_path), precision="bf16")
     assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
     AcceleratorState._reset_state()
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
-            evaluate_command(run, data, ViewOptions(), precision="fp16")
+            evaluate_command(run, SegmentationDataOptions(), ViewOptions(), precision="fp16")
 
 
 def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
@@ -177,17 +177,17 @@ def test_with_many_classes_the_worst_and_the_best_are_shown(capsys: pytest.Captu
 
 SCRIPT = """
 import sys
-from inlinevit.segmentation.config import SegmentationDataConfig
+from inlinevit.segmentation.config import SegmentationDataOptions
 from inlinevit.segmentation.evaluate import evaluate_command
 from inlinevit.segmentation.view import ViewOptions
 
-evaluate_command(sys.argv[1], SegmentationDataConfig(), ViewOptions(window=40, flip=True), output=sys.argv[2])
+evaluate_command(sys.argv[1], SegmentationDataOptions(), ViewOptions(window=40, flip=True), output=sys.argv[2])
 """
 
 
 def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path) -> None:
     view = ViewOptions(window=40, flip=True)
-    evaluate_command(run, SegmentationDataConfig(), view, output=str(tmp_path / "one"))
+    evaluate_command(run, SegmentationDataOptions(), view, output=str(tmp_path / "one"))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]

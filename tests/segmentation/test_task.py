@@ -138,6 +138,7 @@ def test_a_run_that_counts_steps_goes_on_to_the_same_weights(ade_folder: DrawAde
         (["--model.num_classes", "3"], r"pixels of the value 4"),
         (["--model.num_classes", "4", "--view.stride", "20"], r"view\.stride is 20"),
         (["--model.num_classes", "4", "--model.channels", "100"], "multiple of 64"),
+        (["--model.num_classes", "4", "--model.kind", "upernet", "--data.batch_size", "1"], "choose 2 or more"),
         (["--model.num_classes", "4", "--optimizer.layer_decay", "0.9"], "leave it out for segmentation"),
         (
             ["--model.num_classes", "4", "--data.train_split", "trainning"],

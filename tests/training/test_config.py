@@ -1,18 +1,10 @@
 """What a training run can be told."""
 
-from dataclasses import dataclass, field
-
-from inlinevit.training.config import changed_fields
+from inlinevit.training.config import SplitDataOptions
 
 
-@dataclass
-class Example:
-    size: int = 3
-    names: list[str] = field(default_factory=lambda: ["a"])
-    path: str | None = None
-
-
-def test_which_fields_were_changed() -> None:
-    assert changed_fields(Example()) == {}
-    assert changed_fields(Example(size=3, names=["a"])) == {}
-    assert changed_fields(Example(names=["a", "b"], path="here")) == {"names": ["a", "b"], "path": "here"}
+def test_what_is_said_of_the_data() -> None:
+    assert SplitDataOptions().said() == {}
+    assert SplitDataOptions(eval_split="val", workers=0).said() == {"eval_split": "val", "workers": 0}
+    assert SplitDataOptions(eval_images="all").said() == {"eval_images": None}
+    assert SplitDataOptions(eval_images=3).said() == {"eval_images": 3}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..training.backbone import BackboneConfig
-from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, TrainConfig, require
+from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig, require
 
 
 @dataclass
@@ -27,6 +27,16 @@ class DetectionDataConfig(SplitDataConfig):
     """The folder of the images to evaluate on, if it lies elsewhere."""
     group_by_aspect: bool = True
     """Have upright and lying images in batches of their own, which need less padding."""
+
+
+@dataclass
+class DetectionDataOptions(SplitDataOptions):
+    """Which images to evaluate on, where they are not those of the training run."""
+
+    eval_annotations: str | None = None
+    """The annotations to evaluate on, if they lie elsewhere; null = as in the run."""
+    eval_folder: str | None = None
+    """The folder of the images to evaluate on, if it lies elsewhere; null = as in the run."""
 
 
 @dataclass

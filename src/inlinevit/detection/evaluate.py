@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from ..training.config import changed_fields, require
+from ..training.config import require
 from ..training.files import finite, make_folder, space_for
 from ..training.runs import run_config
 from ..training.setup import evaluation_accelerator
 from .coco import Category, CocoSource, Record, open_coco
-from .config import DetectionConfig, DetectionDataConfig
+from .config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
 from .data import evaluation_batches
 from .detector import open_detector
 from .results import (
@@ -138,7 +138,7 @@ def _shown(names: list[str]) -> str:
 
 def evaluate_command(
     run: str | None,
-    data: DetectionDataConfig,
+    data: DetectionDataOptions,
     checkpoint: str | None = None,
     output: str | None = None,
     precision: Literal["no", "bf16", "fp16"] = "no",
@@ -160,21 +160,21 @@ def evaluate_command(
     accelerator = evaluation_accelerator(precision)
     if output is not None:
         make_folder(Path(output))
-    data = evaluation_data(run, data)
+    chosen = evaluation_data(run, data)
     if results:
         require(checkpoint is None, "results are evaluated without a model: leave out --checkpoint, or --results")
-        source = open_coco(data, training=False)
+        source = open_coco(chosen, training=False)
         title, found = ", ".join(results), read_results(results, source.ground_truth())
     else:
         assert run is not None
         detector = open_detector(run, checkpoint=checkpoint)
-        source = open_coco(data, training=False)
+        source = open_coco(chosen, training=False)
         title, found = (
-            f"{detector.name}, {detector.config.side} pixels",
+            f"{detector.name}, {detector.config.side} pixels, {source.file}",
             collect_results(
                 detector.model.to(accelerator.device),
                 source,
-                data,
+                chosen,
                 accelerator,
                 categories=match_categories(detector.categories, source),
                 show_progress=True,
@@ -192,10 +192,11 @@ def evaluate_command(
     accelerator.end_training()
 
 
-def evaluation_data(run: str | None, data: DetectionDataConfig) -> DetectionDataConfig:
+def evaluation_data(run: str | None, options: DetectionDataOptions) -> DetectionDataConfig:
     """The images to evaluate on: those of a run, but for what is said of them, unless others are named."""
-    said = changed_fields(data)
-    return data if run is None or said.keys() & set(PLACES) else replace(run_config(DetectionConfig, run).data, **said)
+    said = options.said()
+    is_elsewhere = run is None or bool(said.keys() & set(PLACES))
+    return replace(DetectionDataConfig() if is_elsewhere else run_config(DetectionConfig, run or "").data, **said)
 
 
 def print_tables(outcome: DetectionEvaluation, title: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..training.backbone import BackboneConfig
-from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, TrainConfig, require
+from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig, require
 
 
 @dataclass
@@ -19,6 +19,14 @@ class SegmentationDataConfig(SplitDataConfig):
     """The split to evaluate on."""
     labels: str | None = None
     """A YAML file that says what the values of pixels mean; null = as ADE20K has it: 0 is ignored, classes from 1."""
+
+
+@dataclass
+class SegmentationDataOptions(SplitDataOptions):
+    """Which images to evaluate on, where they are not those of the training run."""
+
+    labels: str | None = None
+    """A YAML file that says what the values of pixels mean; null = as in the run."""
 
 
 @dataclass
@@ -117,4 +125,8 @@ class SegmentationConfig(TrainConfig):
         require(
             self.optimizer.layer_decay is None,
             "optimizer.layer_decay is for plain classifiers: leave it out for segmentation",
+        )
+        require(
+            self.model.kind != "upernet" or self.data.batch_size > 1,
+            "data.batch_size is 1, but UperNet's batch norms learn from two images at least: choose 2 or more",
         )

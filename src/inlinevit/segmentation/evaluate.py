@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from ..training.config import changed_fields, require
+from ..training.config import require
 from ..training.files import finite, make_folder, space_for
 from ..training.setup import evaluation_accelerator
 from .ade import AdeSource, open_ade
-from .config import SegmentationDataConfig, ViewConfig
+from .config import SegmentationDataConfig, SegmentationDataOptions, ViewConfig
 from .data import evaluation_batches
 from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluation, count_pixels
@@ -72,7 +72,7 @@ def evaluate(
 
 def evaluate_command(
     run: str,
-    data: SegmentationDataConfig,
+    data: SegmentationDataOptions,
     view: ViewOptions,
     checkpoint: str | None = None,
     output: str | None = None,
@@ -92,13 +92,13 @@ def evaluate_command(
     if output is not None:
         make_folder(Path(output))
     segmenter = open_segmenter(run, checkpoint=checkpoint)
-    data = replace(segmenter.config.data, **changed_fields(data))
-    source = open_ade(data, evaluation_labels(segmenter, data), training=False)
+    chosen = replace(segmenter.config.data, **data.said())
+    source = open_ade(chosen, evaluation_labels(segmenter, chosen), training=False)
     seen = view.applied_to(segmenter.config.view)
     outcome = evaluate(
         segmenter.model.to(accelerator.device),
         source,
-        data,
+        chosen,
         seen,
         segmenter.mean_std,
         accelerator,

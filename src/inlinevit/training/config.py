@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
@@ -182,6 +182,25 @@ class SplitDataConfig:
 
 
 @dataclass
+class SplitDataOptions:
+    """Which images to evaluate on, where they are not those of the training run."""
+
+    path: str | None = None
+    """The folder of the data; null = as in the run."""
+    eval_split: str | None = None
+    """The split to evaluate on; null = as in the run."""
+    eval_images: int | Literal["all"] | None = None
+    """Evaluate on so many images, the first of the split, or on all; null = as in the run."""
+    workers: int | None = None
+    """Processes that read images; null = as in the run."""
+
+    def said(self) -> dict[str, Any]:
+        """The fields of a configuration that are to be others than in the run."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: None if value == "all" else value for name, value in given.items()}
+
+
+@dataclass
 class TrainConfig:
     """What the loop needs to know. A task adds its data and its model."""
 
@@ -242,13 +261,6 @@ def _convert(hint: Any, value: Any) -> Any:
     alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     is_tuple = any(typing.get_origin(alternative) is tuple for alternative in alternatives)
     return tuple(value) if is_tuple and isinstance(value, list) else value
-
-
-def changed_fields(config: Any) -> dict[str, Any]:
-    """The fields of a configuration that are not as they are by default."""
-    default = type(config)()
-    names = [one.name for one in fields(config)]
-    return {name: vars(config)[name] for name in names if vars(config)[name] != vars(default)[name]}
 
 
 def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
