@@ -122,6 +122,7 @@ def test_maps_with_channels_last_are_turned() -> None:
     [
         ("inline_deit_tiny", "strides 16, 16, 16, but a feature pyramid needs 4, 8, 16, 32"),
         ("inline_pvt_tinny", "did you mean inline_pvt_tiny"),
+        ("maxvit_pico_rw_256", "maxvit_pico_rw_256 does not take images of any size .*: choose another backbone"),
         ("vit_tiny_patch16_224", "choose a hierarchical backbone"),
     ],
 )

@@ -111,6 +111,7 @@ def test_the_auxiliary_head_sees_stride_16() -> None:
     [
         ("inline_deit_tiny", "strides 16, 16, 16, but a feature pyramid needs 4, 8, 16, 32"),
         ("inline_pvt_tinny", "did you mean inline_pvt_tiny"),
+        ("maxvit_pico_rw_256", "maxvit_pico_rw_256 does not take images of any size .*: choose another backbone"),
     ],
 )
 def test_other_backbones_are_refused(backbone: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ OWN_WORDS = {
 STRIDES = (4, 8, 16, 32)
 # The mean colour of images, in bytes: after normalisation it is 0, as is the padding that models give.
 MEAN_COLOUR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
+# Height and width that the strides divide, and windows may not.
+PROBE_SIZE = (96, 160)
 # A file that holds a smaller share of a backbone's weights is one for another model.
 LEAST_SHARE = 0.5
 
@@ -98,7 +101,25 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
         f"{config.backbone} gives features at strides {', '.join(map(str, strides))}, but a feature pyramid needs "
         f"{', '.join(map(str, STRIDES))}: choose a hierarchical backbone, such as inline_pvt_tiny",
     )
+    if not is_ours(config.backbone):
+        require_any_size(body, config.backbone)
     return body
+
+
+@torch.no_grad()
+def require_any_size(body: nn.Module, name: str) -> None:
+    """Refuse a backbone that takes images of some sizes only; some of timm's want sizes that their windows divide."""
+    image = torch.zeros(1, 3, *PROBE_SIZE, device=next(body.parameters()).device)
+    was_training = body.training
+    try:
+        body.eval()(image)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} does not take images of any size ({' '.join(str(error).split())[:200]}): choose another backbone, "
+            "such as inline_pvt_tiny"
+        ) from error
+    finally:
+        body.train(was_training)
 
 
 def share_taken(model: nn.Module, weights: dict[str, Tensor]) -> float:
