@@ -39,12 +39,14 @@ def test_another_seed_makes_another_run(server: Server, reference: Path, tmp_pat
     )
 
 
-# A checkpoint is 5 files: model, ema, state, progress, manifest.
+# A checkpoint is 6 files: model, ema, optimizer, state, progress, manifest. The checkpoints of a new run are those of
+# steps 5 and 6; then comes the evaluation, which is the 13th file.
 @pytest.mark.parametrize(
     "places",
     [
-        ["write:1", "write:6", "write:2"],
-        ["write:13", "write:5", "write:4"],
+        ["write:1", "write:7", "write:2"],
+        ["write:14", "write:6", "write:5", "write:4"],
+        ["write:13", "write:7"],
         ["rename:2", "rename:1"],
         # The first mark is set when a run begins, the others when it has evaluated.
         ["best:2", "best:3", "prune:1"],
@@ -59,7 +61,7 @@ def test_killed_while_a_checkpoint_is_written(
     output = tmp_path / "run"
     for place in places:
         assert server.start(settings(output, toy__kill=place)).wait() == CODE_OF_SIGKILL
-        if place.startswith(("write", "rename")):
+        if place.startswith(("write", "rename")) and place != "write:13":
             assert list((output / "checkpoints").glob(".unfinished-step-*"))
     server.run(settings(output))
     assert not list((output / "checkpoints").glob(".unfinished*"))
@@ -174,8 +176,8 @@ def flip(path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    content = (path / "state.pt").read_bytes()
-    (path / "state.pt").write_bytes(content[: len(content) // 2])
+    content = (path / "optimizer.safetensors").read_bytes()
+    (path / "optimizer.safetensors").write_bytes(content[: len(content) // 2])
 
 
 DAMAGES: dict[str, Any] = {
@@ -211,10 +213,8 @@ def copy(stopped: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint_is_skipped(reference: Path, copy: Path, damage: str) -> None:
     DAMAGES[damage](copy / "checkpoints" / "step-00000011")
-    trainer = make_trainer(settings(copy))
     with pytest.warns(UserWarning, match="step-00000011 is skipped, because it is damaged"):
-        trainer.begin()
-    assert trainer.progress.step == 10
+        assert make_trainer(settings(copy)).progress.step == 10
     with pytest.warns(UserWarning, match="step-00000011 is skipped"):
         make_trainer(settings(copy)).run()
     assert_same_run(copy, reference)
@@ -230,9 +230,35 @@ def test_damaged_checkpoint_goes_with_the_next_one(copy: Path) -> None:
     assert "step-00000011" not in kept
 
 
-def test_all_checkpoints_damaged(reference: Path, copy: Path) -> None:
+def test_all_checkpoints_damaged(copy: Path) -> None:
     for path in (copy / "checkpoints").glob("step-*"):
         flip(path)
-    with pytest.warns(UserWarning, match="skipped"):
-        make_trainer(settings(copy)).run()
+    before = contents(copy)
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged") as caught:
+        make_trainer(settings(copy))
+    message = str(caught.value)
+    assert "step-00000011: model.safetensors has changed" in message
+    assert "step-00000010: model.safetensors has changed" in message
+    assert "--run.resume never" in message
+    # Averaged weights are not damaged.
+    assert f"--model.checkpoint {copy / 'checkpoints' / 'step-00000011' / 'ema.safetensors'}" in message
+    assert contents(copy) == before
+
+
+def test_started_over_where_all_checkpoints_are_damaged(reference: Path, copy: Path) -> None:
+    for path in (copy / "checkpoints").glob("step-*"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"manifest.json is missing.*: restore one, or start over with --run.resume never"
+    ):
+        make_trainer(settings(copy))
+    before = contents(copy)
+    with pytest.warns(UserWarning, match="held a run: it is now"):
+        make_trainer(settings(copy, run__resume="never")).run()
+    assert contents(copy.with_name("run.1")) == before
     assert_same_run(copy, reference)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

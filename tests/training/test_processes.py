@@ -66,12 +66,35 @@ def test_one_process_is_asked_to_stop_and_all_do(server: Server, tmp_path: Path)
     assert_same_run(output, tmp_path / "reference")
 
 
-def test_resumed_with_another_number_of_processes(server: Server, tmp_path: Path) -> None:
-    changes = {"schedule__epochs": 1, "toy__batch_size": 2}
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (2, 4), (1, 2), (4, 2)])
+def test_resumed_on_another_number_of_processes(server: Server, tmp_path: Path, first: int, second: int) -> None:
+    """The same command: the total batch stays what it was."""
+    changes: dict[str, Any] = {"toy__batch_size": 8 // first, "run__log_every": 1, **EVEN}
+    server.run(settings(tmp_path / "reference", **changes), processes=first)
+    output = tmp_path / "run"
+    stopped = server.start(settings(output, toy__events={"17": "SIGTERM"}, **changes), processes=first)
+    assert stopped.wait() == 128 + signal.SIGTERM, stopped.printed
+    forked = server.run(settings(output, **changes), processes=second)
+    assert f"has 16 samples in a step: on {second} processes, that is" in forked.printed
+    assert_alike(output, tmp_path / "reference")
+
+
+def test_resumed_with_a_batch_of_all_processes(server: Server, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"run__log_every": 1, **EVEN}
+    server.run(settings(tmp_path / "reference", toy__batch_size=4, **changes), processes=2)
+    output = tmp_path / "run"
+    stopped = server.start(settings(output, toy__batch_size=4, toy__events={"17": "SIGTERM"}, **changes), processes=2)
+    assert stopped.wait() == 128 + signal.SIGTERM
+    server.run(settings(output, toy__batch_size=8, **changes))
+    assert_alike(output, tmp_path / "reference")
+
+
+def test_processes_that_cannot_share_a_batch_are_refused(server: Server, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"schedule__epochs": 1, "toy__batch_size": 2}
     server.run(settings(tmp_path / "run", **changes), processes=2)
-    forked = server.start(settings(tmp_path / "run", **changes))
+    forked = server.start(settings(tmp_path / "run", **changes), processes=3)
     assert forked.wait() == 1
-    assert "has total_batch 8 and this run 4: use as many processes" in forked.printed
+    assert "the run has 8 samples in a step, which 3 processes with batches of up to 2" in forked.printed
     assert "Traceback" not in forked.printed
 
 

@@ -209,7 +209,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-# What may change when a run goes on from a checkpoint, because the finished weights do not depend on it.
+# What may change when a run is resumed, because the finished weights do not depend on it.
 FREE_TO_CHANGE = (
     "data.path",
     "data.eval_path",
@@ -228,6 +228,10 @@ FREE_TO_CHANGE = (
     "run.resume",
     "run.trackers",
 )
+
+
+# What may change if it comes to the same total batch.
+BATCH_SETTINGS = ("data.batch_size", "run.accumulate")
 
 
 def to_plain(config: Any) -> dict[str, Any]:
@@ -285,21 +289,23 @@ def read_plain(file: Path) -> dict[str, Any]:
     return plain
 
 
-def check_unchanged(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on with a run under settings that would make it another one.
+def check_unchanged(before: dict[str, Any], now: dict[str, Any], is_same_batch: bool = False) -> None:
+    """Refuse to resume a run under settings that would make it another one.
 
     Args:
-        before: The plain configuration that it began with.
-        now: The plain configuration that it is to go on with.
+        before: The plain configuration that it was started with.
+        now: The plain configuration that it is to be resumed with.
+        is_same_batch: Whether the settings come to the same total batch as they are; how it is dealt out may change.
     """
     old, new = flattened(before), flattened(now)
+    free = {*FREE_TO_CHANGE, *(BATCH_SETTINGS if is_same_batch else ())}
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
-        if name not in FREE_TO_CHANGE and old.get(name) != new.get(name)
+        if name not in free and old.get(name) != new.get(name)
     ]
     require(
         not changed,
         f"{now['run']['output']} holds a run with other settings ({'; '.join(changed)}): choose another --run.output, "
-        "or begin anew with --run.resume never",
+        "or start over with --run.resume never",
     )

@@ -1,5 +1,6 @@
 """What a training run leaves in its folder, whatever its task: which configuration, which weights."""
 
+import os
 import warnings
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import yaml
 
 from .checkpoints import CheckpointFolder, damage
 from .config import AnyConfig, from_plain
+from .lock import RUN_LOCK
 
 RUN_CONFIG = "config.yaml"
 RUN_WEIGHTS = "model.safetensors"
@@ -18,11 +20,54 @@ CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 RUN_CLASSES = "classes.json"
 RUN_CATEGORIES = "categories.json"
 RUN_LABELS = "labels.json"
+# What a run writes.
+RUN_FILES = (
+    RUN_CONFIG,
+    RUN_WEIGHTS,
+    RUN_CHECKPOINTS,
+    RUN_CLASSES,
+    RUN_CATEGORIES,
+    RUN_LABELS,
+    "metrics.jsonl",
+    "results.json",
+)
 TASKS = {
     RUN_CLASSES: ("classification", "inlinevit eval or inlinevit predict"),
     RUN_CATEGORIES: ("detection", "inlinevit detect eval or inlinevit detect predict"),
     RUN_LABELS: ("segmentation", "inlinevit segment eval or inlinevit segment predict"),
 }
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a training run."""
+    if (folder / RUN_CHECKPOINTS).is_dir() and next((folder / RUN_CHECKPOINTS).glob("step-*"), None):
+        return True
+    try:
+        config = yaml.safe_load((folder / RUN_CONFIG).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(config, dict) and {"optimizer", "schedule", "run"} <= config.keys()
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuse to rename a folder that is not that of a training run: it may hold anything."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another --run.output")
+    if folder.is_dir() and set(os.listdir(folder)) > {RUN_LOCK} and not is_run(folder):
+        raise ValueError(
+            f"{folder} is not the folder of a training run, so --run.resume never does not rename it: choose another "
+            "--run.output"
+        )
+
+
+def check_free_folder(folder: Path) -> None:
+    """Refuse a folder in which a run that starts would replace files that are not those of a run."""
+    taken = sorted(name for name in RUN_FILES if os.path.lexists(folder / name))
+    if taken and not is_run(folder):
+        raise ValueError(
+            f"{folder} holds {taken[0]}, which is not of a training run and would be replaced: choose another "
+            "--run.output"
+        )
 
 
 def run_config(kind: type[AnyConfig], run: str) -> AnyConfig:

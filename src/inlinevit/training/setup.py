@@ -5,13 +5,14 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from timm.layers import convert_sync_batchnorm
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from .config import OptimizerConfig, RunConfig, ScheduleConfig, did_you_mean, require
@@ -20,12 +21,11 @@ from .config import OptimizerConfig, RunConfig, ScheduleConfig, did_you_mean, re
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
 
 
-def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
+def make_accelerator(run: RunConfig) -> Accelerator:
     """One process or many, as the launcher says.
 
     Args:
         run: How the machine is used.
-        model: What will be trained; sharding is by its blocks.
     """
     if run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -38,7 +38,6 @@ def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
         gradient_accumulation_steps=run.accumulate,
         log_with=list(run.trackers) or None,
         project_dir=run.output,
-        fsdp_plugin=make_fsdp_plugin(model) if run.fsdp else None,
         # timm's schedules are functions of the step, and the loop says when it is.
         step_scheduler_with_optimizer=False,
     )
@@ -48,8 +47,8 @@ def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
     on_cpu = accelerator.device.type == "cpu"
     require(run.precision != "fp16" or not on_cpu, "run.precision fp16 needs a GPU: choose bf16, or no")
     require(
-        not run.fsdp or accelerator.distributed_type == DistributedType.FSDP,
-        "run.fsdp needs processes with a GPU each: start it with torchrun or accelerate launch, or leave it out",
+        not run.fsdp or run.precision != "fp16",
+        "run.fsdp does not scale losses as fp16 needs it: use run.precision bf16",
     )
     return accelerator
 
@@ -88,14 +87,28 @@ def synchronize_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return convert_sync_batchnorm(model)
 
 
-def make_fsdp_plugin(model: nn.Module) -> FullyShardedDataParallelPlugin:
-    """Shard block by block. Our blocks, and nearly all of timm's, are of classes called …Block."""
-    names = {type(module).__name__ for module in model.modules()}
-    blocks = sorted(name for name in names if name.endswith("Block"))
+def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Shard the parameters of a model over the processes, block by block, in place.
+
+    Our blocks, and nearly all of timm's, are of classes called …Block.
+
+    Args:
+        model: The model; it is moved to the accelerator's device.
+        accelerator: The processes.
+    """
+    blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
     require(len(blocks) > 0, f"run.fsdp finds no blocks to shard by in {type(model).__name__}: train it without")
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=blocks
-    )
+    if not torch.distributed.is_initialized():
+        # A run that was started on several processes may be resumed on one.
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    model.to(accelerator.device)
+    # From the inside out, as fully_shard wants it: blocks may hold blocks.
+    for block in reversed(blocks):
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model
 
 
 def scaled(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float:
