@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from running import Server, assert_same_run, final_tensors, metric_lines
 from toy import make_trainer, settings
 
+from inlinevit.training.checkpoints import entry_of, manifest_bytes, read_manifest
 from inlinevit.training.loop import Stopped
 
 CODE_OF_SIGKILL = -signal.SIGKILL
@@ -133,6 +135,28 @@ def test_second_ctrl_c_does_not_wait(reference: Path, tmp_path: Path) -> None:
         make_trainer(settings(output, toy__events={"15": "SIGINT", "16": "SIGINT"})).run()
     assert newest(output) == 6
     make_trainer(settings(output)).run()
+    assert_same_run(output, reference)
+
+
+def test_second_sigterm_ends_at_once(server: Server, reference: Path, tmp_path: Path) -> None:
+    """Even in a step that takes for ever, and with its workers."""
+    output = tmp_path / "run"
+    forked = server.start(settings(output, toy__workers=2, toy__pause=1000))
+    deadline = time.monotonic() + 60
+    while len(processes_of(forked.ids[0])) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1)
+    forked.kill(signal.SIGTERM)
+    time.sleep(0.5)
+    assert alive(forked.ids[0])
+    started = time.monotonic()
+    forked.kill(signal.SIGTERM)
+    assert forked.wait() == -signal.SIGTERM
+    assert time.monotonic() - started < 5
+    while processes_of(forked.ids[0]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of(forked.ids[0]) == []
+    server.run(settings(output))
     assert_same_run(output, reference)
 
 
@@ -257,6 +281,76 @@ def test_started_over_where_all_checkpoints_are_damaged(reference: Path, copy: P
         make_trainer(settings(copy, run__resume="never")).run()
     assert contents(copy.with_name("run.1")) == before
     assert_same_run(copy, reference)
+
+
+def edited(path: Path, name: str, change: Any) -> None:
+    """Change the tensors of a file of a checkpoint, and its hash with it."""
+    tensors = safetensors.torch.load_file(path / name)
+    change(tensors)
+    content = safetensors.torch.save(tensors)
+    (path / name).write_bytes(content)
+    entries = {**read_manifest(path), name: entry_of(content)}
+    (path / "manifest.json").write_bytes(manifest_bytes(entries))
+
+
+EDITS: dict[str, tuple[str, Any, str]] = {
+    "a weight is missing": ("model", lambda tensors: tensors.pop("fc2.bias"), "fc2.bias is missing"),
+    "a weight is unknown": ("model", lambda tensors: tensors.update(x=torch.ones(1)), "x is unknown"),
+    "another shape": ("model", lambda tensors: tensors.update({"fc2.bias": torch.ones(4)}), "in place of float32"),
+    "another type": ("ema", lambda tensors: tensors.update({"fc2.bias": torch.ones(3).int()}), "int32"),
+    "no moments": ("optimizer", lambda tensors: tensors.pop("optimizer.state.0.exp_avg"), "does not hold once"),
+    "other moments": (
+        "optimizer",
+        lambda tensors: tensors.update({"optimizer.state.0.exp_avg": torch.ones(2)}),
+        "exp_avg of parameter 0 is float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_tensors_are_refused(copy: Path, edit: str) -> None:
+    name, change, message = EDITS[edit]
+    edited(copy / "checkpoints" / "step-00000011", f"{name}.safetensors", change)
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(settings(copy)).run()
+    assert "resume" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def edit_state(path: Path, old: str, new: str) -> None:
+    content = (path / "state.json").read_text()
+    assert old in content
+    (path / "state.json").write_text(content.replace(old, new, 1))
+    entries = {**read_manifest(path), "state.json": entry_of((path / "state.json").read_bytes())}
+    (path / "manifest.json").write_bytes(manifest_bytes(entries))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('["weight_decay", 0.05]', '["weight_decay", "x"]', "weight_decay is 'x' in place of a number"),
+        ('["weight_decay", 0.05]', '["weight_decay", NaN]', "weight_decay is nan in place of a number"),
+        ('["weight_decay", 0.05]', '["weight_decay", Infinity]', "weight_decay is inf in place of a finite number"),
+        ('["betas", [', '["betas", [0.5, ', "betas should have 2 entries"),
+        ('["amsgrad", false]', '["amsgrad", 1]', "amsgrad is 1 in place of False"),
+        ('["amsgrad", false]', '["evil", false]', "should have"),
+        ('"exp_avg"', '"exp_evil"', "parameter 0 lacks exp_avg"),
+        ('["state", {"dict": [[0,', '["state", {"dict": [[77,', "a state of parameter 77"),
+        ('"scaler"', '"other"', "does not hold the state of an optimizer"),
+    ],
+)
+def test_edited_state_is_refused(copy: Path, old: str, new: str, message: str) -> None:
+    edit_state(copy / "checkpoints" / "step-00000011", old, new)
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(settings(copy)).run()
+    assert "resume" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(copy: Path, tmp_path: Path) -> None:
+    path = copy / "checkpoints" / "step-00000011"
+    with pytest.raises(ValueError, match=r"is at step 11, and this run has 6: make the schedule longer"):
+        make_trainer(settings(tmp_path / "other", run__resume=str(path), schedule__epochs=1))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -118,7 +118,7 @@ def test_resume_from_an_earlier_checkpoint_of_the_same_run(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: (path / "manifest.json").unlink(), "is no checkpoint: name a step-… folder"),
+        (lambda path: (path / "manifest.json").unlink(), "is not a checkpoint: name a step-… folder"),
         (lambda path: (path / "model.safetensors").write_bytes(b""), "is damaged: model.safetensors has changed"),
     ],
 )
@@ -133,7 +133,7 @@ def test_resume_from_what_is_no_checkpoint(tmp_path: Path, spoil: Any, message: 
 def test_resume_without_averaged_weights(tmp_path: Path) -> None:
     make_trainer(settings(tmp_path / "run", schedule__epochs=1, run__ema_decay=None)).run()
     path = tmp_path / "run" / "checkpoints" / "step-00000006"
-    with pytest.raises(FileNotFoundError, match=r"has no ema\.safetensors: go on with the settings"):
+    with pytest.raises(ValueError, match=r"has no ema\.safetensors: resume with the settings"):
         make_trainer(settings(tmp_path / "other", run__resume=str(path))).run()
 
 
@@ -148,7 +148,7 @@ def test_resume_without_averaged_weights(tmp_path: Path) -> None:
 def test_other_settings_are_refused(tmp_path: Path, change: dict[str, Any], name: str) -> None:
     with pytest.raises(Stopped):
         make_trainer(settings(tmp_path / "run", toy__events={"3": "SIGTERM"})).run()
-    with pytest.raises(ValueError, match=rf"{name}.*choose another --run.output, or begin anew"):
+    with pytest.raises(ValueError, match=rf"{name}.*choose another --run.output, or start over"):
         make_trainer(settings(tmp_path / "run", **change)).run()
 
 
@@ -231,11 +231,11 @@ def test_disk_full_while_a_checkpoint_is_written(reference: Path, tmp_path: Path
 
 
 def test_system_refuses_to_write_more(server: Server, reference: Path, tmp_path: Path) -> None:
-    """Not our own doing, as above: the system lets files grow to 5000 bytes, which is too little for state.pt."""
+    """Not our own doing, as above: the system lets files grow to 5000 bytes, which is too little for the optimizer."""
     output = tmp_path / "run"
     with pytest.raises(Stopped):
         make_trainer(settings(output, toy__events={"9": "SIGTERM"})).run()
-    assert (output / "checkpoints" / "step-00000005" / "state.pt").stat().st_size > 5000
+    assert (output / "checkpoints" / "step-00000005" / "optimizer.safetensors").stat().st_size > 5000
     forked = server.start(settings(output, toy__file_limit=5000))
     assert forked.wait() == 1, forked.printed
     assert "error: no space left on the disk for" in forked.printed

@@ -1,6 +1,9 @@
 """How the samples of a step are dealt out to processes and batches."""
 
+import warnings
 from dataclasses import dataclass
+
+from .checkpoints import Progress
 
 
 @dataclass(frozen=True)
@@ -42,37 +45,39 @@ class BatchPlan:
         """The plan of a run that starts: the order is drawn for what there is."""
         return cls(process, processes, batch_size, grad_accum_steps, workers, processes, batch_size, workers)
 
-    def resumed(self, *, total_batch: int, processes: int, batch_size: int, workers: int, multiple: int) -> "BatchPlan":
+    def resumed(self, progress: Progress, multiple: int) -> "BatchPlan":
         """The plan for a run that was started on other processes: as many samples in a step, in the same order.
 
-        If they do not come to the same total batch as they are, processes take batches that are not larger than
-        planned, and accumulate gradients.
+        If the settings do not come to the same total batch as they are, processes take batches that are not larger
+        than configured, and accumulate gradients.
 
         Args:
-            total_batch: Samples of a step.
-            processes: How many processes the order was drawn for.
-            batch_size: The batch size that it was drawn for.
-            workers: The number of workers that it was drawn for.
+            progress: How far the run has come, and what its order was drawn for.
             multiple: Batch sizes have to be multiples of this.
         """
-        own_batch_size, grad_accum_steps = self.batch_size, self.grad_accum_steps
-        if self.total_batch != total_batch:
-            share, left = divmod(total_batch, self.processes)
+        batch_size, grad_accum_steps = self.batch_size, self.grad_accum_steps
+        if self.total_batch != progress.total_batch:
+            share, left = divmod(progress.total_batch, self.processes)
             sizes = [size for size in range(multiple, self.batch_size + 1, multiple) if share % size == 0]
             if left or not sizes:
                 raise ValueError(
-                    f"the run has {total_batch} samples in a step, which {self.processes} processes with batches of up "
-                    f"to {self.batch_size} (multiples of {multiple}) cannot share equally: use a number of processes "
-                    f"that divides {total_batch}, or another --data.batch_size"
+                    f"the run has {progress.total_batch} samples in a step, which {self.processes} processes with "
+                    f"batches of up to {self.batch_size} (multiples of {multiple}) cannot share equally: use a number "
+                    f"of processes that divides {progress.total_batch}, or another --data.batch_size"
                 )
-            own_batch_size, grad_accum_steps = sizes[-1], share // sizes[-1]
+            batch_size, grad_accum_steps = sizes[-1], share // sizes[-1]
+            warnings.warn(
+                f"the run has {progress.total_batch} samples in a step: on {self.processes} processes, that is "
+                f"{grad_accum_steps} batches of {batch_size} each",
+                stacklevel=2,
+            )
         return BatchPlan(
             self.process,
             self.processes,
-            own_batch_size,
+            batch_size,
             grad_accum_steps,
             self.workers,
-            processes,
-            batch_size,
-            workers,
+            progress.processes,
+            progress.batch_size,
+            progress.workers,
         )

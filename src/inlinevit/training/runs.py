@@ -4,10 +4,12 @@ import os
 import warnings
 from pathlib import Path
 
+import torch
 import yaml
 
-from .checkpoints import CheckpointFolder, damage
+from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
 from .config import AnyConfig, from_plain
+from .files import replace_bytes
 from .lock import RUN_LOCK
 
 RUN_CONFIG = "config.yaml"
@@ -138,4 +140,22 @@ def _weights_in(checkpoint: Path) -> Path:
     for name in CHECKPOINT_WEIGHTS:
         if (checkpoint / name).is_file():
             return checkpoint / name
+    if next(checkpoint.glob("shard-*.safetensors"), None) is not None:
+        return _merged(checkpoint)
     raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(CHECKPOINT_WEIGHTS)}: name a checkpoint or a file")
+
+
+def _merged(checkpoint: Path) -> Path:
+    """The weights of a sharded checkpoint in one file, which is written beside its checkpoints if it is not there."""
+    # Here, because torch.distributed takes its time, and sharded checkpoints are rare.
+    from .state import read_shards, shard_layout
+
+    checkpoint = checkpoint.resolve()
+    file = checkpoint.parent / f"{checkpoint.name}.safetensors"
+    if not file.is_file() or file.stat().st_mtime < (checkpoint / MANIFEST).stat().st_mtime:
+        layout = {name: value for name, value in shard_layout(checkpoint).items() if name.startswith("model.")}
+        tensors = {name: torch.empty_like(value, device="cpu") for name, value in layout.items()}
+        read_shards(checkpoint, tensors, prefix="model.")
+        weights = {name.removeprefix("model."): value for name, value in tensors.items()}
+        replace_bytes(file, pack_weights(weights))
+    return file

@@ -1,5 +1,6 @@
 """From a configuration to accelerate, timm's optimizer, timm's schedule and averaged weights."""
 
+import os
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,25 @@ from .config import OptimizerConfig, RunConfig, ScheduleConfig, did_you_mean, re
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
 
 
+def join_restarted_job() -> None:
+    """Connect the processes of a job that torchrun has restarted.
+
+    The store in which they find each other is that of the former attempt, with the addresses of processes that are
+    gone. Under a prefix of their own, they do not see them.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False)
+    prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size)
+
+
 def make_accelerator(run: RunConfig) -> Accelerator:
     """One process or many, as the launcher says.
 
@@ -29,6 +49,7 @@ def make_accelerator(run: RunConfig) -> Accelerator:
     """
     if run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+    join_restarted_job()
     # Precision is shared by all accelerators of a process; a second run may want another one than the first.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
@@ -59,6 +80,7 @@ def evaluation_accelerator(precision: str) -> Accelerator:
     Args:
         precision: "no", "bf16" or "fp16".
     """
+    join_restarted_job()
     # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
     accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
     # accelerate would compute in full precision, and say nothing.

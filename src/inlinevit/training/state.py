@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -309,7 +310,10 @@ def read_shards(path: Path, tensors: dict[str, Tensor], *, prefix: str = "") -> 
     stored = {name: shape for name, shape in shard_layout(path).items() if name.startswith(prefix)}
     _check_weights(tensors, stored)
     try:
-        dcp.load(dict[str, Any](tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+        with warnings.catch_warnings():
+            # Reading in a single process is what is wanted there.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(dict[str, Any](tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
     # Files that were edited fail in many ways.
     except (CheckpointException, Exception) as error:
         raise ValueError(
