@@ -127,7 +127,7 @@ def test_refusals(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="eval_path"):
         shards(folder / "train-{0..1}.tar", training=False)
     (folder / "val-0.tar").unlink()
-    with pytest.raises(ValueError, match="no shards of a part called validation"):
+    with pytest.raises(ValueError, match=r"no split called val: choose with --data\.eval_split among train"):
         shards(folder, training=False)
     whole = (folder / "train-0.tar").read_bytes()
     (folder / "train-0.tar").write_bytes(whole[: 512 + 1024 + 300])

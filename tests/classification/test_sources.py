@@ -222,7 +222,7 @@ def test_refusals_of_folders(tmp_path: Path, folder: Path) -> None:
     assert "without a class, such as" in refusal(make_folder(tmp_path / "flat", {"": ["1.png", "2.png"]}))
     assert "--data.eval_path" in refusal(folder, training=False)
     only_val = make_folder(tmp_path / "only" / "val", THREE).parent
-    assert "no part called train" in refusal(only_val)
+    assert "no split called train: choose with --data.train_split among val" in refusal(only_val)
     alien = make_folder(tmp_path / "alien", {"bird": ["1.png"], "dodo": ["1.png"]})
     assert "1 classes that training does not know, such as 'dodo'" in refusal(folder, False, eval_path=str(alien))
 

@@ -11,6 +11,7 @@ import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..files import read_text
 from ..training.config import did_you_mean
 from .config import SegmentationDataConfig
 
@@ -184,8 +185,8 @@ def read_labels(file: str | Path) -> LabelMap:
     if not path.is_file():
         raise FileNotFoundError(f"no file of labels at {path}: name another one with --data.labels")
     try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        plain = yaml.safe_load(read_text(path))
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(
             f"{path} is no YAML ({' '.join(str(error).split())}): mend it, or name another file"
         ) from error

@@ -229,6 +229,9 @@ FREE_TO_CHANGE = (
     "run.trackers",
 )
 
+# Defaults that older versions have written into config.yaml, which are null today.
+FORMER_DEFAULTS = {"data.train_split": "train", "data.eval_split": "validation"}
+
 
 def to_plain(config: Any) -> dict[str, Any]:
     """A configuration as dicts, lists, numbers and words, for YAML and JSON."""
@@ -293,6 +296,9 @@ def check_unchanged(before: dict[str, Any], now: dict[str, Any]) -> None:
         now: The plain configuration that it is to go on with.
     """
     old, new = flattened(before), flattened(now)
+    for name, former in FORMER_DEFAULTS.items():
+        if old.get(name) == former and name in new and new[name] is None:
+            old[name] = None
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
