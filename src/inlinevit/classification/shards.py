@@ -4,6 +4,7 @@ Names of shards come out of folders and files that others have made. webdataset 
 addresses (`pipe:…`, `http:…`), so it never gets a name: shards are local files, checked and opened here.
 """
 
+import glob
 import io
 import re
 import tarfile
@@ -137,8 +138,8 @@ def find_shards(place: str, request: SplitRequest, is_alone: bool) -> ShardSourc
     for name in request.candidates():
         if name in listed:
             return listed[name]
-        for pattern in (f"{name}/*.tar", f"{name}-*.tar", f"{name}_*.tar", f"{name}.tar"):
-            if found := _found(folder, pattern):
+        for ending in ("/*.tar", "-*.tar", "_*.tar", ".tar"):
+            if found := _found(folder, glob.escape(name) + ending):
                 return _counted(found)
     shards = _found(folder, "*.tar")
     splits = sorted({*listed, *_splits_of_names(folder, shards)})

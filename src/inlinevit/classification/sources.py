@@ -4,6 +4,7 @@ import gzip
 import io
 import lzma
 import os
+import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -432,9 +433,6 @@ def _parts(path: Path) -> list[str]:
 def _first_part(path: Path, names: tuple[str, ...]) -> Path | None:
     """The first tar file or folder of folders that has one of these names; a folder of images is a class."""
     for name in names:
-        # Names of splits are not paths.
-        if Path(name).name != name:
-            continue
         if (path / name).is_dir() and any(item.is_dir() for item in (path / name).iterdir()):
             return path / name
         if (path / f"{name}.tar").is_file():
@@ -483,7 +481,12 @@ def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval
     if root is None:
         raise ValueError(f"{path} needs the folder that it lies in: name it with --data.root")
     name = path.lower().split("/", 2)[-1]
-    split = request.name or ("train" if request.training else "validation")
+    if name not in (*TORCHVISION_PAIRS, *TORCHVISION_SPLITS, *TORCHVISION_FOLDERS):
+        raise ValueError(
+            f"timm.data knows no {path}: try torch/cifar10, cifar100, mnist, fashion_mnist, kmnist, qmnist, imagenet, "
+            "places365, inaturalist or image_folder"
+        )
+    split = ("train" if request.training else "validation") if request.name is None else request.name
     if name in TORCHVISION_PAIRS:
         split = "train" if request.of_two(path) else "test"
     elif name in TORCHVISION_SPLITS:
@@ -494,18 +497,17 @@ def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval
         root = str(find_part(Path(root), request, is_eval_path))
     try:
         return TorchvisionSource(create_dataset(path, root=root, split=split, search_split=False))
-    except AssertionError as error:
-        raise ValueError(
-            f"timm.data knows no {path}: try torch/cifar10, cifar100, mnist, fashion_mnist, kmnist, qmnist, imagenet, "
-            "places365, inaturalist or image_folder"
-        ) from error
-    except (RuntimeError, OSError, ValueError) as error:
+    # A damaged file can make torchvision raise anything.
+    except Exception as error:
         if "Valid values are" in str(error):
             raise ValueError(
                 f"{path} has no split called {split!r} ({_first_line(error)}): choose with {request.option}"
             ) from error
+        reason = _first_line(error) or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "a file of it is damaged, or holds more than numbers"
         raise ValueError(
-            f"{path} cannot be opened in {root} ({_first_line(error)}): download it there with torchvision.datasets"
+            f"{path} cannot be opened in {root} ({reason}): download it there with torchvision.datasets"
         ) from error
 
 
@@ -525,7 +527,7 @@ def open_huggingface(name: str, cache: str | None, request: SplitRequest) -> Hug
     if os.path.isdir(name):
         refuse_addresses(Path(name))
     # A name that was given is taken as it is: it may be any that the library understands, such as train[:10%].
-    names = (request.name,) if request.name else spellings("train" if request.training else "validation")
+    names = (request.name,) if request.name is not None else spellings("train" if request.training else "validation")
     for split in names:
         try:
             samples = datasets.load_dataset(name, split=split, cache_dir=cache)

@@ -35,10 +35,12 @@ class SplitRequest:
         return f"--data.{'train' if self.training else 'eval'}_split"
 
     def candidates(self) -> tuple[str, ...]:
-        """What it may be called in the data, the most likely first."""
-        if self.name is not None:
-            return spellings(self.name)
-        return TRAINING_NAMES if self.training else EVALUATION_NAMES
+        """What it may be called in the data, the most likely first; nothing if its name is none of a file."""
+        if self.name is None:
+            return TRAINING_NAMES if self.training else EVALUATION_NAMES
+        # Joined with a folder, others would lead elsewhere.
+        is_plain = self.name not in ("", ".", "..") and not set(self.name) & {"/", "\\", "\0"}
+        return spellings(self.name) if is_plain else ()
 
     def missing(self, data: str, splits: Sequence[str]) -> str:
         """A message that data do not have this split, and which they have.
