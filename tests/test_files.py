@@ -1,12 +1,13 @@
 """Files that others have made: only regular ones are opened."""
 
+import ast
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from inlinevit.files import NotRegularFileError, is_inside, open_regular, read_json, read_text
+from inlinevit.files import NotRegularFileError, is_inside, open_regular, read_json, read_text, read_yaml
 
 
 def make_pipe(path: Path) -> None:
@@ -82,6 +83,44 @@ def test_json(tmp_path: Path) -> None:
         file.write_bytes(content.encode("latin-1"))
         with pytest.raises(ValueError, match=r"nested|Expecting|digits|decode"):
             read_json(file)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "content",
+    [BOMB, "&a [*a]", "&a {b: *a}", "[" * 100_000, "a: [", "!!python/object/apply:os.system [ls]", "!!timestamp x",
+     "!!int x", "!!float [1]", "!!binary [1]", "9" * 5000, "2020-99-99", "? [a]\n: b", "\x00", "\xff"],
+    ids=range(15),
+)  # fmt: skip
+def test_yaml_that_makes_no_sense_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.yaml").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        read_yaml(tmp_path / "a.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_may_name_parts_of_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: &a [1, 2]\nb: *a\nc: {<<: {d: 3}}\n")
+    assert read_yaml(tmp_path / "a.yaml") == {"a": [1, 2], "b": [1, 2], "c": {"d": 3}}
+
+
+def test_yaml_is_parsed_in_one_place() -> None:
+    """Anything else might build objects, or never end."""
+    folder = Path(__file__).resolve().parents[1] / "src" / "inlinevit"
+    calls = {
+        (str(file.relative_to(folder)), node.attr)
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml"
+    }
+    # The value of an option on the command line comes from the user; what is dumped comes from us.
+    allowed = {("files.py", "safe_load"), ("files.py", "YAMLError")}
+    assert {call for call in calls if call[1] != "safe_dump"} - allowed == {("benchmark/contenders.py", "safe_load")}
 
 
 def test_inside(tmp_path: Path) -> None:

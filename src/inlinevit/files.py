@@ -16,6 +16,8 @@ _KINDS = {
 }
 # Without O_NONBLOCK, opening a named pipe waits for a writer. Not every system has these flags.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+# Nodes of a YAML file: those of people have thousands.
+_MOST_NODES = 1_000_000
 
 
 class NotRegularFileError(OSError):
@@ -81,6 +83,54 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """The content of a YAML file of plain values; see parse_yaml.
+
+    Raises:
+        OSError: It cannot be opened, or it is not a regular file.
+        ValueError: It is not valid YAML in UTF-8, or has too many nodes; the message does not name the file.
+    """
+    return parse_yaml(read_text(path))
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML as dicts, lists, numbers and words; no objects are built from it.
+
+    Raises:
+        ValueError: It is not valid, or repeats parts of itself until it has more than a million nodes.
+    """
+    # Here, because the models alone do not need it.
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    # What is wrong with a tag (`!!timestamp x`) makes the library raise more than its own errors.
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise ValueError(" ".join(str(error).split())[:300] or type(error).__name__) from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if _count_nodes(content, {}) > _MOST_NODES:
+        raise ValueError("it repeats itself too often")
+    return content
+
+
+def _count_nodes(value: Any, counts: dict[int, float]) -> float:
+    """How many nodes a structure has when everything that is in it twice is written out.
+
+    Args:
+        value: The structure.
+        counts: Nodes of the parts that are known, by their identity; gets more.
+    """
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in counts:
+        # Until it is known: a part that holds itself has no end.
+        counts[id(value)] = float("inf")
+        parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        counts[id(value)] = 1 + sum(_count_nodes(part, counts) for part in parts)
+    return counts[id(value)]
 
 
 def is_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:

@@ -240,7 +240,7 @@ def test_only_regular_files_are_shards(hostile: Path) -> None:
 @pytest.mark.parametrize("length", [-1, 1.0, True, "3", None, [3], 10**30, 10**6, float("nan"), float("inf")])
 def test_lengths_that_make_no_sense_are_refused(hostile: Path, length: Any) -> None:
     write_info(hostile, "train-0.tar", length)
-    with pytest.raises(ValueError, match=r"_info\.json gives .* images for .*tar, which is not a whole number"):
+    with pytest.raises(ValueError, match=r"_info\.json gives .* images for .*tar of .* which is not a whole num"):
         shards(".")
 
 
@@ -381,3 +381,14 @@ def test_splits_may_be_spelled_in_several_ways(folder: Path) -> None:
     assert labels(shards(folder, training=False)) == [[6]], "nothing is said, so test will do"
     with pytest.raises(ValueError, match="no split called 'validation'"):
         shards(folder, training=False, eval_split="validation")
+
+
+def test_shards_of_other_splits_need_not_be_there(folder: Path) -> None:
+    splits = {
+        "train": {"filenames": ["train-8.tar"], "shard_lengths": [3]},
+        "validation": {"filenames": ["val-0.tar"], "shard_lengths": [1]},
+    }
+    (folder / "_info.json").write_text(json.dumps({"splits": splits}))
+    assert labels(shards(folder, training=False)) == [[6]]
+    with pytest.raises(FileNotFoundError, match=r"no shard at .*train-8\.tar"):
+        shards(folder)

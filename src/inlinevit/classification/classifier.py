@@ -63,6 +63,7 @@ def open_classifier(
         _check_name_or_run(model)
         config, file = ModelConfig(name=model), checkpoint
     else:
+        check_model_name(run.model.name)
         config, file = run.model, str(run_weights(Path(model), checkpoint))
         classes = _read_classes(Path(model) / RUN_CLASSES)
     config = dataclasses.replace(

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ..files import read_text
+from ..files import parse_yaml, read_text
 
 # Where `datasets` looks for the list of files.
 CARD, STANDALONE = "README.md", ".huggingface.yaml"
@@ -48,21 +46,19 @@ def _named_files(file: Path) -> Iterator[str]:
         if file.name == CARD:
             matter = FRONT_MATTER.match(text)
             text = matter[1] if matter else ""
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"{file} has metadata that are not valid YAML ({' '.join(str(error).split())[:200]}): correct or remove it"
-        ) from error
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{file} has metadata that are not valid YAML ({error}): correct or remove it") from error
     configs = content.get("configs") if isinstance(content, dict) else None
     for config in configs if isinstance(configs, list) else []:
         for key in ("data_files", "data_dir"):
-            yield from _words(config.get(key) if isinstance(config, dict) else None, depth=0)
+            yield from _words(config.get(key) if isinstance(config, dict) else None)
 
 
-def _words(value: Any, depth: int) -> Iterator[str]:
-    """All texts in lists and records; their layout is one or two deep."""
+def _words(value: Any) -> Iterator[str]:
+    """All texts in lists and records, at any depth."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list) and depth < 10:
+    elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _words(inner, depth + 1)
+            yield from _words(inner)

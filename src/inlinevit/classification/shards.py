@@ -137,7 +137,7 @@ def find_shards(place: str, request: SplitRequest, is_alone: bool) -> ShardSourc
         return _counted(_matching(folder, request.name))
     for name in request.candidates():
         if name in listed:
-            return listed[name]
+            return _listed_shards(folder, name, *listed[name])
         for ending in ("/*.tar", "-*.tar", "_*.tar", ".tar"):
             if found := _found(folder, glob.escape(name) + ending):
                 return _counted(found)
@@ -208,8 +208,8 @@ def _splits_of_names(folder: Path, shards: Sequence[str]) -> set[str]:
 _SPLIT_WORDS = {word for name in ("train", "validation", "test") for word in spellings(name)}
 
 
-def _read_info(folder: Path) -> dict[str, ShardSource]:
-    """The shards of each split as timm keeps them in a file; nothing if there is no such file."""
+def _read_info(folder: Path) -> dict[str, tuple[list[str], list[Any]]]:
+    """The names and lengths of shards by split, as timm keeps them in a file; nothing if there is no such file."""
     file = next((folder / name for name in INFO_NAMES if (folder / name).exists()), None)
     if file is None:
         return {}
@@ -220,7 +220,7 @@ def _read_info(folder: Path) -> dict[str, ShardSource]:
     splits = content.get("splits") if isinstance(content, dict) else None
     if not isinstance(splits, dict):
         raise ValueError(f"{file} has no record of splits: correct or remove it")
-    found: dict[str, ShardSource] = {}
+    found: dict[str, tuple[list[str], list[Any]]] = {}
     for name, split in splits.items():
         names, lengths = (split.get(key) if isinstance(split, dict) else None for key in ("filenames", "shard_lengths"))
         if not isinstance(names, list) or not isinstance(lengths, list) or len(names) != len(lengths):
@@ -229,17 +229,22 @@ def _read_info(folder: Path) -> dict[str, ShardSource]:
             )
         if not all(isinstance(shard, str) for shard in names):
             raise ValueError(f"{file} has a filename of its split {name!r} that is not a text: correct or remove it")
-        shards = [_shard(folder, shard) for shard in names]
-        for shard, length in zip(shards, lengths, strict=True):
-            # An image takes a header and a block of content at least. True is an int, too.
-            most = Path(shard).stat().st_size // (2 * tarfile.BLOCKSIZE)
-            if type(length) is not int or not 0 <= length <= most:
-                raise ValueError(
-                    f"{file} gives {length!r:.50} images for {shard}, which is not a whole number from 0 to {most}, as "
-                    "many as the file can hold: correct or remove it"
-                )
-        found[name] = ShardSource(shards, lengths)
+        found[name] = names, lengths
     return found
+
+
+def _listed_shards(folder: Path, split: str, names: Sequence[str], lengths: Sequence[Any]) -> ShardSource:
+    """The shards of a split, as the folder's file lists them."""
+    shards = [_shard(folder, shard) for shard in names]
+    for shard, length in zip(shards, lengths, strict=True):
+        # An image takes a header and a block of content at least. True is an int, too.
+        most = Path(shard).stat().st_size // (2 * tarfile.BLOCKSIZE)
+        if type(length) is not int or not 0 <= length <= most:
+            raise ValueError(
+                f"{INFO_NAMES[0]} gives {length!r:.50} images for {shard} of its split {split!r}, which is not a whole "
+                f"number from 0 to {most}, as many as the file can hold: correct or remove it"
+            )
+    return ShardSource(shards, list(lengths))
 
 
 def _counted(shards: list[str]) -> ShardSource:

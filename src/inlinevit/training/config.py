@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
+from ..files import read_yaml
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -277,8 +277,8 @@ def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_plain(file: Path) -> dict[str, Any]:
     """The plain configuration that a run has left."""
     try:
-        plain = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        plain = read_yaml(file)
+    except (OSError, ValueError):
         plain = None
     if not isinstance(plain, dict):
         raise ValueError(

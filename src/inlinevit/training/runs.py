@@ -3,8 +3,7 @@
 import warnings
 from pathlib import Path
 
-import yaml
-
+from ..files import read_yaml
 from .checkpoints import CheckpointFolder, damage
 from .config import AnyConfig, from_plain
 
@@ -52,8 +51,8 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
         path: The file.
     """
     try:
-        return from_plain(kind, yaml.safe_load(Path(path).read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, TypeError) as error:
+        return from_plain(kind, read_yaml(path))
+    except (ValueError, TypeError) as error:
         task = task_of(kind)
         for note, (other, commands) in TASKS.items():
             if other != task and Path(path).with_name(note).is_file():
