@@ -276,6 +276,14 @@ def test_refusals_of_huggingface(huggingface: Path, tmp_path: Path, monkeypatch:
     assert "pip install 'inlinevit[data]'" in refusal(f"hfds/{huggingface}", root=cache)
 
 
+@pytest.mark.parametrize("path", ["hfds/", "hfds", "hfids/", "wds/", "wds", "torch/"])
+def test_prefixes_without_a_name_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(path, root=str(tmp_path) if path == "torch/" else None).startswith(
+        "timm.data knows no torch/: " if path == "torch/" else f"{path} names no data: write "
+    )
+
+
 def test_labels_in_words_are_refused(tmp_path: Path) -> None:
     import datasets
 
@@ -473,10 +481,10 @@ def test_splits_of_torchvision(tmp_path: Path) -> None:
 
 def test_splits_of_huggingface(huggingface: Path, tmp_path: Path) -> None:
     options = {"root": str(tmp_path / "cache")}
-    for split in ("validation", "val", "other"):
+    for split in ("validation", "val", "other", ""):
         message = refusal(f"hfds/{huggingface}", False, eval_split=split, **options)
         assert f"has no split called {split!r}" in message
-        assert "test" in message
+        assert "test" in message or not split
     assert len(evaluation(f"hfds/{huggingface}", eval_split="test", **options)) == 3
     assert len(evaluation(f"hfds/{huggingface}", eval_split="train[:2]", **options)) == 2
 

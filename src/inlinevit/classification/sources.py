@@ -378,6 +378,8 @@ def open_part(config: DataConfig, training: bool) -> ImageSource | ShardSource:
     if path.startswith("fashion-mnist:"):
         return fashion_mnist(Path(path.removeprefix("fashion-mnist:")), request.of_two(path))
     kind, _, name = path.partition("/")
+    if kind in ("hfds", "hfids", "wds") and not name and (kind != "wds" or config.root is None):
+        raise ValueError(f"{path} names no data: write {kind}/FOLDER" + (" or hfds/NAME" if kind == "hfds" else ""))
     if kind == "torch":
         return open_torchvision(path, config.root, request, is_eval_path)
     if kind == "hfds":
@@ -538,7 +540,7 @@ def open_huggingface(name: str, cache: str | None, request: SplitRequest) -> Hug
         except (RuntimeError, OSError) as error:
             raise ValueError(f"hfds/{name} cannot be opened ({_first_line(error)}): check --data.path") from error
         except ValueError as error:
-            if "split" not in str(error):
+            if "split" not in str(error).lower():
                 raise
             if split == names[-1]:
                 raise ValueError(
