@@ -176,7 +176,7 @@ def test_a_pipe_in_place_of_a_file_is_damage(tmp_path: Path) -> None:
         path = save(CheckpointFolder(tmp_path), 1)
         (path / name).unlink()
         os.mkfifo(path / name)
-        assert damage(path) == f"{name} is not a regular file"
+        assert damage(path) == f"{name} is a named pipe, not a regular file"
 
 
 def test_an_evaluation_of_a_checkpoint_elsewhere_makes_no_checkpoint(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from inlinevit.training.lock import RunLock
-RunLock(Path(sys.argv[1])).acquire()
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """

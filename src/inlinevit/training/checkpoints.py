@@ -11,16 +11,16 @@ import math
 import os
 import re
 import shutil
-import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import safetensors.torch
 from torch import Tensor
 
+from ..files import NotRegularFileError, open_regular, read_json
 from .files import replace_json, space_for, sync_folder, write_bytes
 
 MANIFEST = "manifest.json"
@@ -241,6 +241,12 @@ def entry_of(content: bytes) -> FileEntry:
     return FileEntry(len(content), hashlib.sha256(content).hexdigest())
 
 
+def sha256_of(stream: BinaryIO) -> str:
+    """The hash of an open file."""
+    # typeshed asks for more than file_digest needs.
+    return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+
+
 def manifest_of(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
     """A manifest as JSON."""
     return {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
@@ -297,16 +303,13 @@ def damage(path: Path) -> str | None:
 def _file_damage(file: Path, entry: FileEntry) -> str | None:
     """What is wrong with a file; None if it is just as it was written."""
     try:
-        status = file.stat()
-        # Reading from a pipe or a device could last for ever.
-        if not stat.S_ISREG(status.st_mode):
-            return f"{file.name} is not a regular file"
-        if status.st_size == entry.bytes:
-            with file.open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() == entry.sha256:
-                    return None
+        with open_regular(file) as stream:
+            if os.fstat(stream.fileno()).st_size == entry.bytes and sha256_of(stream) == entry.sha256:
+                return None
     except FileNotFoundError:
         return f"{file.name} is missing"
+    except NotRegularFileError as error:
+        return f"{file.name} is {error.kind}, not a regular file"
     except OSError as error:
         return f"{file.name} cannot be read ({error.strerror})"
     return f"{file.name} has changed since it was written"
@@ -387,13 +390,13 @@ def _read_json(file: Path) -> Any:
         ValueError: It is missing, not a regular file, or not valid.
     """
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError(f"{file.name} is not a regular file")
-        return json.loads(file.read_bytes())
+        return read_json(file)
     except FileNotFoundError:
         raise ValueError(f"{file.name} is missing") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{file.name} is not valid JSON ({str(error) or type(error).__name__})") from None
+    except NotRegularFileError as error:
+        raise ValueError(f"{file.name} is {error.kind}, not a regular file") from None
+    except ValueError as error:
+        raise ValueError(f"{file.name} is not valid JSON ({error})") from None
 
 
 def pack_weights(weights: Mapping[str, Tensor]) -> bytes:

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
+from ..files import read_yaml
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -229,6 +229,8 @@ FREE_TO_CHANGE = (
     "run.trackers",
 )
 
+# Defaults that older versions have written into config.yaml, which are null today.
+FORMER_DEFAULTS = {"data.train_split": "train", "data.eval_split": "validation"}
 
 # What may change if it comes to the same total batch.
 BATCH_SETTINGS = ("data.batch_size", "run.accumulate")
@@ -278,8 +280,8 @@ def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_plain(file: Path) -> dict[str, Any]:
     """The plain configuration that a run has left."""
     try:
-        plain = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        plain = read_yaml(file)
+    except (OSError, ValueError):
         plain = None
     if not isinstance(plain, dict):
         raise ValueError(
@@ -299,6 +301,9 @@ def check_unchanged(before: dict[str, Any], now: dict[str, Any], is_same_batch: 
     """
     old, new = flattened(before), flattened(now)
     free = {*FREE_TO_CHANGE, *(BATCH_SETTINGS if is_same_batch else ())}
+    for name, former in FORMER_DEFAULTS.items():
+        if old.get(name) == former and name in new and new[name] is None:
+            old[name] = None
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())

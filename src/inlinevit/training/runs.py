@@ -5,8 +5,8 @@ import warnings
 from pathlib import Path
 
 import torch
-import yaml
 
+from ..files import read_yaml
 from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
 from .config import AnyConfig, from_plain
 from .files import replace_bytes
@@ -45,8 +45,8 @@ def is_run(folder: Path) -> bool:
     if (folder / RUN_CHECKPOINTS).is_dir() and next((folder / RUN_CHECKPOINTS).glob("step-*"), None):
         return True
     try:
-        config = yaml.safe_load((folder / RUN_CONFIG).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = read_yaml(folder / RUN_CONFIG)
+    except (OSError, ValueError):
         return False
     return isinstance(config, dict) and {"optimizer", "schedule", "run"} <= config.keys()
 
@@ -99,8 +99,8 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
         path: The file.
     """
     try:
-        return from_plain(kind, yaml.safe_load(Path(path).read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, TypeError) as error:
+        return from_plain(kind, read_yaml(path))
+    except (ValueError, TypeError) as error:
         task = task_of(kind)
         for note, (other, commands) in TASKS.items():
             if other != task and Path(path).with_name(note).is_file():

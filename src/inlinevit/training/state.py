@@ -1,6 +1,5 @@
 """Weights and states of models and optimizers, however they are spread over processes: into files and back."""
 
-import hashlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .checkpoints import FileEntry, pack_state, pack_weights, read_state, read_weights
+from .checkpoints import FileEntry, pack_state, pack_weights, read_state, read_weights, sha256_of
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -261,8 +260,7 @@ def save_shards(
     entries = {}
     if file.is_file():
         with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        entries[file.name] = FileEntry(file.stat().st_size, digest)
+            entries[file.name] = FileEntry(file.stat().st_size, sha256_of(stream))
     return entries, pack_state({"optimizer": values, **_scaler_state(accelerator)})
 
 
