@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from inlinevit.classification.classifier import imagenet_classes, in_words, open_classifier
 from inlinevit.classification.config import ModelConfig
 from inlinevit.classification.model import build_model, check_model_name
-from inlinevit.training.checkpoints import CheckpointFolder, Progress
+from inlinevit.training.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
 from inlinevit.training.runs import run_weights
 
 
@@ -166,9 +166,10 @@ def make_run(folder: Path, classes: list[str] | None, *, seed: int = 0) -> nn.Mo
 
 
 def checkpoint(run: Path, step: int, models: dict[str, nn.Module], *, best: bool = False) -> Path:
-    progress = Progress(step=step, best=1.0, best_step=step if best else None)
+    progress = Progress(step=step, best=1.0 if best else None, best_step=step if best else None)
     folder = CheckpointFolder(run / "checkpoints", keep=9)
-    path = folder.save(progress, {name: weights_of(model) for name, model in models.items()}, {})
+    weights = {f"{name}.safetensors": pack_weights(weights_of(model)) for name, model in models.items()}
+    path = folder.save(progress, {**weights, **pack_state({})})
     folder.mark_best(progress)
     return path
 

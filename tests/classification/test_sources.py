@@ -532,7 +532,9 @@ def test_addresses_in_the_metadata_of_a_folder_are_not_followed(tmp_path: Path, 
     else:
         (home / "README.md").write_text(f"---\n{card}\n---\nA data set.\n")
     message = refusal(f"hfds/{home}", root=str(tmp_path / "cache"))
-    assert f"names the data file {place!r}, which is not a plain path in the folder" in message
+    # Long names are cut.
+    assert f"names the data file {repr(place)[:40]}" in message
+    assert "which is not a plain path in the folder" in message
 
 
 def test_metadata_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
