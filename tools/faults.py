@@ -137,7 +137,7 @@ class Process:
 
 def command(output: Path, changes: dict[str, str] | None = None) -> list[str]:
     """The arguments of `inlinevit` for a run."""
-    settings = {**SETTINGS, **(changes or {}), "run.output": str(output)}
+    settings = {**SETTINGS, "run.output": str(output), **(changes or {})}
     return ["train", *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
 
@@ -250,7 +250,8 @@ class Campaign:
                     time.sleep(0.005)
                 process.kill(with_workers=True)
                 process.wait()
-            process = Process(output, file_limit=size)
+            # Without data workers, whose shared memory would be limited, too.
+            process = Process(output, {"data.workers": "0"}, file_limit=size)
             code = process.wait()
             if code != 0 and not process.is_refused():
                 print(process.printed[-2000:], file=sys.stderr)
@@ -268,12 +269,15 @@ class Campaign:
         started, same, refused, failed, times = time.monotonic(), 0, 0, 0, 0
         output = self.new_run()
         process = Process(output, {"run.keep": "3"})
-        # Three checkpoints, the newest of which has an evaluation.
-        while process.running() and newest(output) < 32:
+        # Three checkpoints or more, the newest of which has an evaluation.
+        while process.running() and not (output / "checkpoints" / "step-00000032" / "evaluation.json").exists():
             time.sleep(0.001)
+        time.sleep(0.02)
         process.kill(with_workers=True)
         process.wait()
-        path = checkpoint(output)
+        path = output / "checkpoints" / "step-00000032"
+        for later in (path for path in (output / "checkpoints").glob("step-*") if path.name > "step-00000032"):
+            shutil.rmtree(later)
         files = sorted(file.name for file in path.iterdir())
         for name in files:
             content = (path / name).read_bytes()
@@ -304,9 +308,9 @@ class Campaign:
         shutil.copytree(output, copy, symlinks=True)
         for path in (copy / "checkpoints").glob("step-*"):
             (path / "model.safetensors").write_bytes(b"")
+        before = sorted(os.listdir(copy / "checkpoints"))
         process = Process(copy)
-        kept = len(list((copy / "checkpoints").glob("step-*")))
-        if process.wait() == 1 and process.is_refused() and kept == 3:
+        if process.wait() == 1 and process.is_refused() and sorted(os.listdir(copy / "checkpoints")) == before:
             refused += 1
         else:
             failed += 1
