@@ -24,6 +24,9 @@ TASKS = {
     RUN_LABELS: ("segmentation", "inlinevit segment eval or inlinevit segment predict"),
 }
 
+# What a run leaves in its folder, besides its checkpoints.
+RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *TASKS)
+
 
 def run_config(kind: type[AnyConfig], run: str) -> AnyConfig:
     """The configuration of a training run.
