@@ -12,6 +12,7 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from ..models._weight_files import read_state_dict
+from ..training.config import require
 from ..training.runs import RUN_CLASSES, RUN_CONFIG, load_config, run_weights
 from .config import ClassificationConfig, ModelConfig
 from .inputs import InputSpec, input_spec
@@ -60,7 +61,7 @@ def open_classifier(
     run = run_config(model)
     classes: list[str] | None = None
     if run is None:
-        _check_name_or_run(model)
+        check_name_or_run(model)
         config, file = ModelConfig(name=model), checkpoint
     else:
         config, file = run.model, str(run_weights(Path(model), checkpoint))
@@ -92,7 +93,11 @@ def open_classifier(
     )
 
 
-def _check_name_or_run(model: str) -> None:
+def check_name_or_run(model: str) -> None:
+    """Refuse what is neither the folder of a training run nor the name of a model."""
+    require(bool(model.strip()), "the model is empty: name the folder of a training run, or a model")
+    if (Path(model) / RUN_CONFIG).is_file():
+        return
     if Path(model).is_dir() and not is_model(model):
         raise ValueError(f"{model} holds no {RUN_CONFIG}: name the folder of a training run, or a model")
     if Path(model).name != model:
