@@ -29,6 +29,7 @@ from inlinevit.training.data import (
     StreamOrder,
     StreamReader,
     TrainingData,
+    draw_order,
 )
 
 WORKERS = [0, 1, 2, 3]
@@ -455,3 +456,11 @@ def test_a_mistake_found_by_a_worker_is_told_in_its_own_words(workers: int) -> N
     next(batches)
     with pytest.raises(ValueError, match=r"^-3 is below zero: choose another$"):
         next(batches)
+
+
+@pytest.mark.parametrize(("count", "repeats"), [(10, 1), (10, 3), (10, 10), (10, 11), (7, 10**12)])
+def test_repeated_samples_take_no_more_memory_than_others(count: int, repeats: int) -> None:
+    order, seeds = draw_order(count, repeats, seed=3)
+    assert len(order) == len(seeds) == count
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3)).tolist()
+    assert order.tolist() == [drawn[place // repeats] for place in range(count)]

@@ -197,7 +197,9 @@ def draw_order(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
         The samples' indices, (count,), and a seed for each, (count,).
     """
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(count, generator=generator).repeat_interleave(repeats)[:count]
+    # Of those that are drawn, only the first come: more would be repeated for nothing.
+    drawn = torch.randperm(count, generator=generator)[: -(-count // repeats)]
+    order = drawn.repeat_interleave(min(repeats, count))[:count]
     return order, torch.randint(SEEDS, (count,), generator=generator)
 
 
