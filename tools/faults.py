@@ -23,7 +23,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 
 from inlinevit.classification.task import Classification
@@ -141,17 +143,21 @@ def command(output: Path, changes: dict[str, str] | None = None) -> list[str]:
     return ["train", *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
 
-def contents(output: Path) -> dict[str, bytes | list[dict[str, object]]]:
+def contents(output: Path) -> dict[str, Any]:
     """What a finished run has left: weights, the last checkpoint, metrics without what the clock decides."""
     last = max((output / "checkpoints").glob("step-*"))
-    files = [output / "model.safetensors", output / "results.json", *sorted(last.iterdir())]
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
+    found: dict[str, Any] = {"results.json": (output / "results.json").read_bytes()}
+    # Shards hold their tensors in any order.
+    for file in (output / "model.safetensors", *last.glob("*.safetensors")):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            found[f"{file.relative_to(output)} {name}"] = tensor.dtype, tensor.shape, tensor.numpy().tobytes()
+    for file in last.glob("*.json"):
+        if file.name != MANIFEST:
+            found[str(file.relative_to(output))] = file.read_bytes()
+    found["metrics"] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for line in found["metrics"]:
         line.pop("images_per_second", None)
-    return {
-        **{file.name if file.parent == output else f"last/{file.name}": file.read_bytes() for file in files},
-        "metrics": lines,
-    }
+    return found
 
 
 class Campaign:
