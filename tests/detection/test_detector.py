@@ -10,7 +10,7 @@ import torch
 
 from inlinevit.detection.coco import Category
 from inlinevit.detection.detector import open_detector
-from inlinevit.training.checkpoints import CheckpointFolder, Progress
+from inlinevit.training.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
 
 # Test files are no package: small_runs.py is found here.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,7 +42,7 @@ def test_which_checkpoint_is_meant(tmp_path: Path) -> None:
     others = {name: value + 1 for name, value in weights.items()}
     progress = Progress(step=1, best=1.0, best_step=1)
     folder = CheckpointFolder(run / "checkpoints")
-    path = folder.save(progress, {"model": others}, {})
+    path = folder.save(progress, {"model.safetensors": pack_weights(others), **pack_state({})})
     folder.mark_best(progress)
     for checkpoint in ("best", str(path), str(path / "model.safetensors")):
         assert_same(open_detector(str(run), checkpoint=checkpoint).model.state_dict(), others)
