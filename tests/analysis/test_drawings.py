@@ -1,21 +1,25 @@
 """Drawings show what they are given: every model, zero, negative weights, what is out of sight."""
 
+import io
 import itertools
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from inlinevit.analysis.confusion import Confusion, LayerConfusion
 from inlinevit.analysis.drawings import (
     UNSEEN,
     View,
+    add_legend,
     broken,
     chosen_layers,
     confusion_figure,
     histogram,
     legend_columns,
+    line_of,
     locality_figure,
     log_edges,
     maps_figure,
@@ -27,6 +31,7 @@ from inlinevit.analysis.locality import LayerLocality
 from inlinevit.analysis.maps import AttentionMap
 from inlinevit.analysis.masking import MaskedAccuracy, Masking
 from inlinevit.report import STYLES, save_drawing, styles_of
+from inlinevit.report.figures import Style
 
 THREE = {"softmax": "softmax", "linear": "linear", "InLine": "inline"}
 ONE = {"InLine": "inline"}
@@ -187,3 +192,12 @@ def test_models_of_different_depth_stand_side_by_side(tmp_path):
     assert "layer 2 of 2" in titles
     layers = {"deep": localities("softmax", 12), "flat": localities("inline", 2)}
     save_drawing(locality_figure(layers, styles_of({"deep": "softmax", "flat": "inline"})), tmp_path, "locality")
+
+
+def test_names_are_not_formulas() -> None:
+    """The folder of a run may be called anything."""
+    figure = Figure(layout="constrained")
+    add_legend(figure, [line_of(Style("$\\frac$ {", "#000000", "o", "-"))])
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    assert buffer.tell() > 1000

@@ -21,6 +21,7 @@ from inlinevit.classification.data import (
 from inlinevit.classification.inputs import InputSpec, evaluation_transform, training_transform
 from inlinevit.classification.shards import ShardSource
 from inlinevit.classification.sources import ArraySource, ImageSource, open_source
+from inlinevit.training.batching import BatchPlan
 from inlinevit.training.data import TrainingData
 
 Batch = tuple[Tensor, Tensor, list[str]]
@@ -61,10 +62,11 @@ def make_data(folder: Path, kind: str, replaced: dict[int, bytes] | None = None)
 
 
 def training(source: ImageSource | ShardSource, workers: int = 0, repeats: int = 1, **options: Any) -> TrainingData:
-    process, processes = options.pop("process", 0), options.pop("processes", 1)
+    dealing = {"process": options.pop("process", 0), "processes": options.pop("processes", 1)}
     config = DataConfig(**{"batch_size": 4, "workers": workers, **options})
     transform = training_transform(AUGMENT, SPEC)
-    return training_batches(source, transform, SPEC.mode, 5, config, repeats, 11, process, processes)
+    plan = BatchPlan.first(config.batch_size, workers=workers, **dealing)
+    return training_batches(source, transform, SPEC.mode, 5, config, repeats, 11, plan)
 
 
 def evaluation(

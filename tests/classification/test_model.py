@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from inlinevit.classification.classifier import imagenet_classes, in_words, open_classifier
 from inlinevit.classification.config import ModelConfig
 from inlinevit.classification.model import build_model, check_model_name
-from inlinevit.training.checkpoints import CheckpointFolder, Progress
+from inlinevit.training.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
 from inlinevit.training.runs import run_weights
 
 
@@ -57,6 +57,12 @@ def test_drop_path_and_options_arrive() -> None:
         (ModelConfig("inline_deit_tiny", options={"atention": "softmax"}), "did you mean attention"),
         (ModelConfig("resnet18", options={"zzz": 1}), "no option 'zzz'.*there are block"),
         (ModelConfig("resnet18", options={"drop_path_rate": 1}), "set model.drop_path instead"),
+        (ModelConfig("hf-hub:timm/resnet18.a1_in1k"), "names a source, but a model is named by its architecture"),
+        (ModelConfig("local-dir:/tmp"), "names a source, but a model is named by its architecture"),
+        (ModelConfig("hf_hub:a/b"), "names a source, but a model is named by its architecture"),
+        (ModelConfig("resnet18", options={"pretrained_cfg": {"url": "http://h/x"}}), "with model.checkpoint instead"),
+        (ModelConfig("resnet18", options={"pretrained_cfg_overlay": {"file": "x"}}), "with model.checkpoint instead"),
+        (ModelConfig("resnet18", options={"cache_dir": "/tmp"}), "with model.checkpoint instead"),
         (ModelConfig("vit_tiny_patch16_224", img_size=100), "takes images of 224 pixels only"),
     ],
     ids=lambda value: value.name if isinstance(value, ModelConfig) else "",
@@ -161,9 +167,10 @@ def make_run(folder: Path, classes: list[str] | None, *, seed: int = 0) -> nn.Mo
 
 
 def checkpoint(run: Path, step: int, models: dict[str, nn.Module], *, best: bool = False) -> Path:
-    progress = Progress(step=step, best=1.0, best_step=step if best else None)
+    progress = Progress(step=step, best=1.0 if best else None, best_step=step if best else None)
     folder = CheckpointFolder(run / "checkpoints", keep=9)
-    path = folder.save(progress, {name: weights_of(model) for name, model in models.items()}, {})
+    weights = {f"{name}.safetensors": pack_weights(weights_of(model)) for name, model in models.items()}
+    path = folder.save(progress, {**weights, **pack_state({})})
     folder.mark_best(progress)
     return path
 
@@ -194,6 +201,29 @@ def test_an_unfinished_run_gives_its_newest_good_checkpoint(tmp_path: Path) -> N
     assert same(weights_of(models[0]), weights_of(open_classifier(str(run), checkpoint="best").model))
     chosen = open_classifier(str(run), checkpoint=str(run / "checkpoints" / "step-00000001"))
     assert same(weights_of(models[0]), weights_of(chosen.model))
+
+
+@pytest.mark.parametrize("name", ["hf-hub:timm/resnet18.a1_in1k", "hf_hub:a/b", "local-dir:.", "http://h/x", "a/b"])
+def test_the_model_of_a_run_is_not_fetched(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm would download it, or read its configuration from a folder."""
+    run = tmp_path / "run"
+    save(make_run(run, ["ant", "bee", "cow"]), run / "model.safetensors")
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": {"name": name}}))
+    monkeypatch.setattr(timm, "create_model", lambda *arguments, **options: pytest.fail("timm was asked"))
+    with pytest.raises(ValueError, match=r"names a source|there is no model called"):
+        open_classifier(str(run))
+
+
+@pytest.mark.timeout(60)
+def test_a_run_whose_configuration_never_ends_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(make_run(run, ["ant", "bee", "cow"]), run / "model.safetensors")
+    lines = "".join(
+        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+    )
+    (run / "config.yaml").write_text(f"model:\n  a: &a [x]\n{lines}")
+    with pytest.raises(ValueError, match=r"config\.yaml is no configuration .*repeats itself"):
+        open_classifier(str(run))
 
 
 def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:

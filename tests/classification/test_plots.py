@@ -37,3 +37,16 @@ def test_pictures_are_large_enough_and_show_the_matrix(classes: int, tmp_path: P
 def test_a_picture_without_images_can_be_drawn(tmp_path: Path) -> None:
     draw_confusion(torch.zeros(60, 60, dtype=torch.long), [str(index) for index in range(60)], tmp_path / "none.png")
     assert (tmp_path / "none.png").stat().st_size > 1000
+
+
+def test_latex_is_not_started_for_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matplotlibrc in the current folder may ask for it."""
+    from matplotlib import rc_context, texmanager
+
+    def start(*arguments: object, **options: object) -> None:
+        pytest.fail("LaTeX was started")
+
+    monkeypatch.setattr(texmanager.TexManager, "_run_checked_subprocess", start)
+    with rc_context({"text.usetex": True}):
+        draw_confusion(torch.eye(3), ["\\input{x}", "b", "c"], tmp_path / "confusion.png")
+    assert (tmp_path / "confusion.png").stat().st_size > 1000

@@ -1,5 +1,7 @@
 import gzip
 import io
+import json
+import os
 import pickle
 import sys
 import tarfile
@@ -222,7 +224,7 @@ def test_refusals_of_folders(tmp_path: Path, folder: Path) -> None:
     assert "without a class, such as" in refusal(make_folder(tmp_path / "flat", {"": ["1.png", "2.png"]}))
     assert "--data.eval_path" in refusal(folder, training=False)
     only_val = make_folder(tmp_path / "only" / "val", THREE).parent
-    assert "no part called train" in refusal(only_val)
+    assert "no split called train: choose with --data.train_split among val" in refusal(only_val)
     alien = make_folder(tmp_path / "alien", {"bird": ["1.png"], "dodo": ["1.png"]})
     assert "1 classes that training does not know, such as 'dodo'" in refusal(folder, False, eval_path=str(alien))
 
@@ -274,6 +276,14 @@ def test_refusals_of_huggingface(huggingface: Path, tmp_path: Path, monkeypatch:
     assert "pip install 'inlinevit[data]'" in refusal(f"hfds/{huggingface}", root=cache)
 
 
+@pytest.mark.parametrize("path", ["hfds/", "hfds", "hfids/", "wds/", "wds", "torch/"])
+def test_prefixes_without_a_name_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(path, root=str(tmp_path) if path == "torch/" else None).startswith(
+        "timm.data knows no torch/: " if path == "torch/" else f"{path} names no data: write "
+    )
+
+
 def test_labels_in_words_are_refused(tmp_path: Path) -> None:
     import datasets
 
@@ -283,3 +293,282 @@ def test_labels_in_words_are_refused(tmp_path: Path) -> None:
     message = refusal(f"hfds/{tmp_path / 'data'}", root=str(tmp_path / "cache"))
     assert "no column of class labels" in message
     assert "class_encode_column" in message
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def problem(source: ImageSource | ShardSource, name: str) -> str:
+    """What is wrong with the image of a name."""
+    assert not isinstance(source, ShardSource)
+    (index,) = (index for index in range(len(source)) if name in source.name(index))
+    with pytest.raises((OSError, ValueError)) as caught:
+        source.read(index)[0].load()
+    return str(caught.value)
+
+
+def test_eps_is_refused_wherever_images_come_from(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import EpsImagePlugin
+
+    started: list[Any] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
+    hub = tmp_path / "hub"
+    folder = make_folder(hub / "train", THREE)
+    (folder / "bird" / "evil.jpg").write_bytes(EPS)
+    packed = make_tar(tmp_path / "images.tar", folder)
+    for source in (
+        train(folder),
+        train(packed),
+        train(f"hfds/{hub}", root=str(tmp_path / "cache")),
+    ):
+        assert "its format is EPS, which is not supported" in problem(source, "evil.jpg")
+    # torchvision's data sets do not tell the names of files.
+    source = train("torch/image_folder", root=str(folder))
+    assert not isinstance(source, ShardSource)
+    problems = 0
+    for index in range(len(source)):
+        try:
+            source.read(index)[0].load()
+        except ValueError as error:
+            problems += "its format is EPS" in str(error)
+    assert problems == 1
+    assert not started
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_not_a_regular_file_cannot_be_used(folder: Path, tmp_path: Path, linked: bool) -> None:
+    """A pipe was waited for without end."""
+    place = tmp_path if linked else folder / "bird"
+    os.mkfifo(place / "pipe.jpg")
+    (place / "folder.jpg").mkdir()
+    (folder / "bird" / "zero.jpg").symlink_to("/dev/zero")
+    (folder / "bird" / "gone.jpg").symlink_to("nowhere")
+    if linked:
+        for name in ("pipe.jpg", "folder.jpg"):
+            (folder / "bird" / name).symlink_to(tmp_path / name)
+    source = train(folder)
+    assert source.classes == ["bird", "cat9", "cat10"]
+    assert len(source) == 6 + 4, "none is left out without a word"
+    assert "is a named pipe, not a regular file" in problem(source, "pipe.jpg")
+    assert "is a folder, not a regular file" in problem(source, "folder.jpg")
+    assert "is a character device, not a regular file" in problem(source, "zero.jpg")
+    assert "No such file" in problem(source, "gone.jpg")
+    source = train(make_tar(tmp_path / "images.tar", folder))
+    assert len(source) == 6 + 3 + linked
+    for name in ("zero.jpg", "gone.jpg", "pipe.jpg"):
+        assert "not a regular file" in problem(source, name)
+
+
+@pytest.mark.timeout(60)
+def test_pipes_in_place_of_whole_data_sets_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "images.tar")
+    assert "images.tar is a named pipe, not a regular file" in refusal(tmp_path / "images.tar")
+    make_fashion_mnist(tmp_path, "train", 12)
+    (tmp_path / "train-images-idx3-ubyte.gz").unlink()
+    os.mkfifo(tmp_path / "train-images-idx3-ubyte.gz")
+    assert "no " in refusal(f"fashion-mnist:{tmp_path}")
+
+
+@pytest.mark.timeout(60)
+def test_links_in_a_circle_are_followed_once(folder: Path) -> None:
+    """Two links to the folder around them would make 2^40 paths."""
+    for name in ("bird", "cat9"):
+        (folder / name / "up").symlink_to(folder)
+        (folder / name / "self").symlink_to(".")
+    source = train(folder)
+    assert source.classes == ["bird", "cat9", "cat10"]
+    assert {os.path.realpath(source.name(index)) for index in range(len(source))} == {
+        str(folder / name / file) for name, files in THREE.items() for file in files
+    }
+
+
+def test_other_endings_of_images(folder: Path, tmp_path: Path) -> None:
+    """They are those of the formats that are read, in folders and in tar files."""
+    for name in ("a.JFIF", "b.tga", "c.qoi", "d.eps", "e.txt", "f.jpg.bak"):
+        (folder / "bird" / name).write_bytes(encoded(9))
+    for path in (folder, make_tar(tmp_path / "images.tar", folder)):
+        source = train(path)
+        names = {Path(source.name(index).split(" in ")[0]).name for index in range(len(source))}
+        assert {"a.JFIF", "b.tga", "c.qoi"} <= names
+        assert not {"d.eps", "e.txt", "f.jpg.bak"} & names
+
+
+@pytest.fixture(params=[False, True], ids=["folders", "tar files"])
+def divided(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Data with train and test of three classes, and holdout of two."""
+    home = tmp_path / "divided"
+    parts = {"train": THREE, "test": THREE, "holdout": {"bird": ["1.png"], "cat9": ["1.png"]}}
+    for name, images in parts.items():
+        make_folder((tmp_path / "unpacked" if request.param else home) / name, images)
+        if request.param:
+            make_tar(home / f"{name}.tar", tmp_path / "unpacked" / name)
+    return home
+
+
+def test_a_split_that_was_named_is_taken(divided: Path) -> None:
+    assert len(evaluation(divided)) == 6
+    assert len(evaluation(divided, eval_split="test")) == 6
+    assert len(evaluation(divided, eval_split="testing")) == 6
+    assert len(evaluation(divided, eval_split="holdout")) == 2
+    assert len(evaluation(divided, eval_split="train")) == 6
+    assert len(train(divided, train_split="holdout")) == 2
+    assert len(evaluation(divided, eval_path=str(divided), eval_split="holdout")) == 2
+
+
+@pytest.mark.parametrize("split", ["val", "validation", "other", "../divided/test", "", ".", "..", "test/bird"])
+def test_a_split_that_does_not_exist_is_refused(divided: Path, split: str) -> None:
+    for options in ({}, {"eval_path": str(divided)}):
+        message = refusal(divided, training=False, eval_split=split, **options)
+        assert f"has no split called {split!r}: choose with --data.eval_split among holdout, test, train" in message
+    message = refusal(divided, train_split=split)
+    assert f"has no split called {split!r}: choose with --data.train_split among holdout, test, train" in message
+
+
+def test_training_images_are_not_evaluated_on(tmp_path: Path) -> None:
+    only = make_folder(tmp_path / "only" / "train", THREE).parent
+    for options in ({}, {"eval_path": str(only)}):
+        message = refusal(only, training=False, **options)
+        assert "has no split called val: choose with --data.eval_split among train" in message
+    assert len(evaluation(only, eval_split="train")) == 6, "unless that is what was said"
+    # The other way round, too.
+    assert len(open_part(DataConfig(eval_path=str(make_folder(tmp_path / "v" / "val", THREE).parent)), False)) == 6
+    assert "no split called train" in refusal(tmp_path / "v")
+
+
+def test_data_that_are_not_divided_have_no_splits(folder: Path, tmp_path: Path) -> None:
+    packed = make_tar(tmp_path / "images.tar", folder)
+    for path in (folder, packed):
+        assert "is not divided, so it has no split called 'test'" in refusal(
+            path, False, eval_path=str(path), eval_split="test"
+        )
+        assert "is not divided, so it has no split called 'other'" in refusal(path, train_split="other")
+        # As runs of older versions have it.
+        former = {"train_split": "train", "eval_split": "validation"}
+        assert len(train(path, **former)) == 6
+        assert len(evaluation(path, eval_path=str(path), **former)) == 6
+
+
+def test_splits_of_data_with_two_parts(tmp_path: Path) -> None:
+    for split, count in {"train": 10_000, "training": 10_000, "test": 2_000, "val": 2_000, "validation": 2_000}.items():
+        assert len(evaluation("embedded", eval_split=split)) == count
+    assert "embedded has no split called 'other': choose with --data.eval_split among train, test" in refusal(
+        "embedded", training=False, eval_split="other"
+    )
+    assert "no split called 'other': choose with --data.train_split" in refusal(
+        f"fashion-mnist:{tmp_path}", train_split="other"
+    )
+    assert "no split called 'other': choose with --data.eval_split" in refusal(
+        "torch/cifar10", False, root=str(tmp_path), eval_split="other"
+    )
+
+
+def test_splits_of_torchvision(tmp_path: Path) -> None:
+    """timm takes the whole folder in place of a split that does not exist."""
+    make_folder(tmp_path / "train", THREE)
+    assert len(train("torch/image_folder", root=str(tmp_path))) == 6
+    options = {"root": str(tmp_path)}
+    assert "no split called val: choose" in refusal("torch/image_folder", False, **options)
+    assert "no split called 'other': choose" in refusal("torch/image_folder", train_split="other", **options)
+    make_folder(tmp_path / "val", {"bird": ["1.png"], "cat9": ["1.png"], "cat10": ["1.png"]})
+    assert len(evaluation("torch/image_folder", **options)) == 3
+    message = refusal("torch/imagenet", False, eval_split="test", **options)
+    assert "no split called 'test'" in message
+    assert "--data.eval_split" in message
+
+
+def test_splits_of_huggingface(huggingface: Path, tmp_path: Path) -> None:
+    options = {"root": str(tmp_path / "cache")}
+    for split in ("validation", "val", "other", ""):
+        message = refusal(f"hfds/{huggingface}", False, eval_split=split, **options)
+        assert f"has no split called {split!r}" in message
+        assert "test" in message or not split
+    assert len(evaluation(f"hfds/{huggingface}", eval_split="test", **options)) == 3
+    assert len(evaluation(f"hfds/{huggingface}", eval_split="train[:2]", **options)) == 2
+
+
+def test_paths_out_of_a_huggingface_data_set_are_not_opened(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "outside.png").write_bytes(encoded(1))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "inside.png").write_bytes(encoded(2))
+    paths = [str(tmp_path / "outside.png"), str(tmp_path / "data" / ".." / "outside.png"), "/dev/zero",
+             "http://127.0.0.1:9/x.png", "pipe:ls", str(tmp_path / "data" / "inside.png")]  # fmt: skip
+    columns = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = {"image": [{"bytes": None, "path": path} for path in paths], "label": [0] * len(paths)}
+    table = datasets.Dataset.from_dict(rows, columns).data.table
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, tmp_path / "data" / "train.parquet")
+    # The images beside it are not the data.
+    card = {"configs": [{"config_name": "default", "data_files": "train.parquet"}]}
+    (tmp_path / "data" / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+    source = train(f"hfds/{tmp_path / 'data'}", root=str(tmp_path / "cache"))
+    assert not isinstance(source, ShardSource)
+    for index in range(len(paths) - 1):
+        with pytest.raises(ValueError, match="its path leads out of the data set"):
+            source.read(index)
+    assert source.read(len(paths) - 1)[0].convert("RGB").getpixel((0, 0)) == (2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["reference://x.csv::{home}/refs.json", "http://127.0.0.1:9/x.csv", "zip://x.csv::a.zip", "{home}/x.csv",
+     "../x.csv", "~/x.csv", "hf://datasets/a/b/x.csv", "file://{home}/x.csv"],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["text", "list", "split", "standalone"])
+def test_addresses_in_the_metadata_of_a_folder_are_not_followed(tmp_path: Path, place: str, layout: str) -> None:
+    """fsspec would fetch or interpret them: with reference://, it renders templates of the data."""
+    home = make_folder(tmp_path / "data" / "train", THREE).parent
+    (home / "refs.json").write_text('{"version": 1, "templates": {"u": "{{ 1 }}"}, "refs": {"x.csv": "a"}}')
+    place = place.format(home=home)
+    files: Any = {"text": place, "list": ["ok.csv", place]}.get(layout, [{"split": "train", "path": [place]}])
+    card = json.dumps({"configs": [{"config_name": "default", "data_files": files}]})
+    if layout == "standalone":
+        (home / ".huggingface.yaml").write_text(card)
+    else:
+        (home / "README.md").write_text(f"---\n{card}\n---\nA data set.\n")
+    message = refusal(f"hfds/{home}", root=str(tmp_path / "cache"))
+    # Long names are cut.
+    assert f"names the data file {repr(place)[:40]}" in message
+    assert "which is not a plain path in the folder" in message
+
+
+def test_metadata_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    home = make_folder(tmp_path / "data" / "train", THREE).parent
+    (home / "README.md").write_text("---\nconfigs: [\n---\n")
+    assert "not valid YAML" in refusal(f"hfds/{home}", root=str(tmp_path / "cache"))
+    (home / "README.md").write_text("# A data set: https://example.org\n\n---\nconfigs: [http://x]\n---\n")
+    assert len(train(f"hfds/{home}", root=str(tmp_path / "cache"))) == 6, "text is no metadata"
+
+
+def test_loading_scripts_are_not_run(tmp_path: Path) -> None:
+    home = make_folder(tmp_path / "evil" / "train", THREE).parent
+    (home / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
+    assert "scripts are no longer supported" in refusal(f"hfds/{home}", root=str(tmp_path / "cache"))
+    assert not (tmp_path / "owned").exists()
+
+
+def test_pickles_of_torchvision_are_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return open, (str(tmp_path / "owned"), "w")
+
+    batches = tmp_path / "cifar-10-batches-py"
+    batches.mkdir()
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"):
+        (batches / name).write_bytes(pickle.dumps(Evil()))
+    assert "cannot be opened" in refusal("torch/cifar10", root=str(tmp_path))
+    for name in ("MNIST", "FashionMNIST", "KMNIST"):
+        processed = tmp_path / name / "processed"
+        processed.mkdir(parents=True)
+        for file in ("training.pt", "test.pt"):
+            (processed / file).write_bytes(pickle.dumps(Evil()))
+    for name in ("mnist", "fashion_mnist", "kmnist"):
+        message = refusal(f"torch/{name}", root=str(tmp_path))
+        assert f"torch/{name} cannot be opened" in message
+        assert "weights_only" not in message
+    assert not (tmp_path / "owned").exists()

@@ -332,6 +332,32 @@ def test_images_may_lie_in_subfolders(coco_folder: DrawCoco) -> None:
         opened(folder)
 
 
+def test_a_split_that_does_not_exist_is_refused_with_those_that_do(coco_folder: DrawCoco) -> None:
+    folder = coco_folder()
+    with pytest.raises(FileNotFoundError, match=r"instances_test\.json \(the splits are train2017, val2017\): check"):
+        opened(folder, training=False, eval_split="test")
+    (folder / "annotations" / "instances_test.json").touch()
+    with pytest.raises(FileNotFoundError, match=r"/test \(the splits are test, train2017, val2017\): check"):
+        opened(folder, training=False, eval_split="test")
+
+
+def test_annotations_nested_without_end_are_refused(coco_folder: DrawCoco) -> None:
+    folder = coco_folder()
+    (folder / FILE).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        opened(folder)
+
+
+def test_a_pipe_in_place_of_an_image_is_not_waited_for(coco_folder: DrawCoco) -> None:
+    folder = coco_folder()
+    source = opened(folder)
+    file = folder / "train2017" / source.images[0]["file_name"]
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"cannot be used \(it is a named pipe, not a regular file\): copy it"):
+        source.read_image(0)
+
+
 @pytest.mark.parametrize("part", ["train", "eval"])
 def test_the_option_to_check_is_named(coco_folder: DrawCoco, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = coco_folder()

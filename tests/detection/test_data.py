@@ -11,6 +11,7 @@ from inlinevit.detection.coco import CocoSource, open_coco
 from inlinevit.detection.config import DetectionAugmentConfig, DetectionDataConfig
 from inlinevit.detection.data import DetectionSamples, collate, evaluation_batches, some_of, training_batches
 from inlinevit.detection.transforms import training_transform
+from inlinevit.training.batching import BatchPlan
 from inlinevit.training.data import GroupedOrder, ShuffledData
 
 pytestmark = [
@@ -31,9 +32,10 @@ def source(draw_coco: DrawCoco, tmp_path_factory: pytest.TempPathFactory) -> Coc
 def batches(
     source: CocoSource, augment: DetectionAugmentConfig = SMALL, start: int = 0, **options: Any
 ) -> list[tuple[list[Tensor], list[dict[str, Tensor]]]]:
-    dealing = {"seed": 3, "process": options.pop("process", 0), "processes": options.pop("processes", 1)}
+    dealing = {"process": options.pop("process", 0), "processes": options.pop("processes", 1)}
     config = DetectionDataConfig(**{"batch_size": 4, "workers": 0} | options)
-    return list(training_batches(source, augment, config, **dealing).batches(1, start))
+    plan = BatchPlan.first(config.batch_size, workers=config.workers, **dealing)
+    return list(training_batches(source, augment, config, 3, plan).batches(1, start))
 
 
 def test_a_batch_is_images_and_targets_of_their_own_sizes(source: CocoSource) -> None:
@@ -83,7 +85,9 @@ def test_upright_and_lying_images_keep_to_themselves(source: CocoSource) -> None
 
 def test_squares_are_not_grouped(source: CocoSource) -> None:
     jitter = DetectionAugmentConfig(scale_jitter=(0.5, 1.0), jitter_side=48)
-    orders = [training_batches(source, augment, DetectionDataConfig(), 0, 0, 1) for augment in (SMALL, jitter)]
+    orders = [
+        training_batches(source, augment, DetectionDataConfig(), 0, BatchPlan.first(2)) for augment in (SMALL, jitter)
+    ]
     assert all(isinstance(data, ShuffledData) for data in orders)
     assert [isinstance(data.order, GroupedOrder) for data in orders] == [True, False]
 
@@ -141,7 +145,7 @@ def test_evaluation_meets_every_image_once_as_it_is(source: CocoSource, processe
 
 def test_too_few_images_are_refused(source: CocoSource) -> None:
     with pytest.raises(ValueError, match=r"14 images for training are fewer than a batch of 8 for each of 2 processes"):
-        training_batches(source, SMALL, DetectionDataConfig(batch_size=8), 0, 0, 2)
+        training_batches(source, SMALL, DetectionDataConfig(), 0, BatchPlan.first(8, processes=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -206,21 +206,35 @@ def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> 
 
 SCRIPT = """
 import sys
+from accelerate import Accelerator
+import inlinevit.detection.evaluate as module
 from inlinevit.detection.config import DetectionDataOptions
 from inlinevit.detection.evaluate import evaluate_command
+from inlinevit.training.setup import shard_model
 
+opened = module.open_detector
+
+def open_sharded(*arguments, **options):
+    ready = opened(*arguments, **options)
+    shard_model(ready.model, Accelerator(cpu=True))
+    return ready
+
+if sys.argv[3] == "sharded":
+    module.open_detector = open_sharded
 evaluate_command(sys.argv[1], DetectionDataOptions(), output=sys.argv[2])
 """
 
 
-def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
+    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
     evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "one"))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, run, str(tmp_path / "two")], capture_output=True, text=True, timeout=240, env=environment
+        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("5 images") == 1

@@ -1,3 +1,4 @@
+import os
 import struct
 import warnings
 import zlib
@@ -131,17 +132,32 @@ def test_images_of_one_name_are_refused(ade_folder: DrawAde) -> None:
 def test_the_option_to_check_is_named(ade_folder: DrawAde, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ade_folder()
     options = rf"check --data.path and --data.{part}_split$"
-    for path, split in ((folder, "other"), (folder / "images", "training")):
-        with pytest.raises(FileNotFoundError, match=rf"^no folder of images at {path}/images/{split}: {options}"):
+    listed = r"\(the splits are training, validation\)"
+    for path, split, splits in (
+        (folder, "other", listed),
+        (folder / "images", "training", r"\(there are no splits\)"),
+    ):
+        expected = rf"^no folder of images at {path}/images/{split} {splits}: {options}"
+        with pytest.raises(FileNotFoundError, match=expected):
             opened(path, part == "train", **{f"{part}_split": split})
     (folder / "images" / "other").mkdir()
-    with pytest.raises(FileNotFoundError, match=rf"^no folder of annotations at {folder}/annotations/other: {options}"):
+    expected = rf"^no folder of annotations at {folder}/annotations/other {listed}: {options}"
+    with pytest.raises(FileNotFoundError, match=expected):
         opened(folder, part == "train", **{f"{part}_split": "other"})
     (folder / "annotations" / "other").mkdir()
     with pytest.raises(ValueError, match=rf"^{folder}/images/other holds no images: name another"):
         opened(folder, part == "train", **{f"{part}_split": "other"})
     monkeypatch.setenv("HOME", str(folder))
     assert len(opened(Path("~"), part == "train")) == {"train": 8, "eval": 4}[part]
+
+
+@pytest.mark.parametrize("kind", [IMAGES, MASKS])
+def test_what_is_not_a_regular_file_is_refused(ade_folder: DrawAde, kind: str) -> None:
+    """It used to be left out without a word."""
+    folder = ade_folder()
+    os.mkfifo(folder / kind / "pipe.png")
+    with pytest.raises(ValueError, match=rf"^{folder}/{kind}/pipe.png cannot be used \(it is no regular file\): "):
+        opened(folder)
 
 
 def test_a_label_map_of_another_size_is_refused(ade_folder: DrawAde) -> None:

@@ -13,6 +13,7 @@ from inlinevit.segmentation.config import SegmentationAugmentConfig, Segmentatio
 from inlinevit.segmentation.data import SegmentationSamples, collate, evaluation_batches, training_batches
 from inlinevit.segmentation.labels import IGNORED, ade_labels
 from inlinevit.segmentation.transforms import training_transform
+from inlinevit.training.batching import BatchPlan
 
 # torch's word on machines with fewer than three cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -27,13 +28,9 @@ def source(draw_ade: DrawAde, tmp_path_factory: pytest.TempPathFactory) -> AdeSo
 
 
 def batches(source: AdeSource, start: int = 0, **options: Any) -> list[tuple[Tensor, Tensor]]:
-    dealing = {
-        "seed": options.pop("seed", 3),
-        "process": options.pop("process", 0),
-        "processes": options.pop("processes", 1),
-    }
-    config = SegmentationDataConfig(**{"batch_size": 4, "workers": 0} | options)
-    return list(training_batches(source, SMALL, config, **dealing).batches(1, start))
+    seed = options.pop("seed", 3)
+    plan = BatchPlan.first(options.pop("batch_size", 4), **options)
+    return list(training_batches(source, SMALL, seed, plan).batches(1, start))
 
 
 def test_a_batch_is_stacked_squares(source: AdeSource) -> None:
@@ -90,7 +87,7 @@ def test_evaluation_meets_every_image_once_as_it_is(source: AdeSource, processes
 
 def test_too_few_images_are_refused(source: AdeSource) -> None:
     with pytest.raises(ValueError, match=r"14 images for training are fewer than a batch of 8 for each of 2 processes"):
-        training_batches(source, SMALL, SegmentationDataConfig(batch_size=8), 0, 0, 2)
+        training_batches(source, SMALL, 0, BatchPlan.first(8, processes=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

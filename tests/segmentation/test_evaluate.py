@@ -177,15 +177,29 @@ def test_with_many_classes_the_worst_and_the_best_are_shown(capsys: pytest.Captu
 
 SCRIPT = """
 import sys
+from accelerate import Accelerator
+import inlinevit.segmentation.evaluate as module
 from inlinevit.segmentation.config import SegmentationDataOptions
 from inlinevit.segmentation.evaluate import evaluate_command
 from inlinevit.segmentation.view import ViewOptions
+from inlinevit.training.setup import shard_model
 
+opened = module.open_segmenter
+
+def open_sharded(*arguments, **options):
+    ready = opened(*arguments, **options)
+    shard_model(ready.model, Accelerator(cpu=True))
+    return ready
+
+if sys.argv[3] == "sharded":
+    module.open_segmenter = open_sharded
 evaluate_command(sys.argv[1], SegmentationDataOptions(), ViewOptions(window=40, flip=True), output=sys.argv[2])
 """
 
 
-def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
+    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
     view = ViewOptions(window=40, flip=True)
     evaluate_command(run, SegmentationDataOptions(), view, output=str(tmp_path / "one"))
     script = tmp_path / "script.py"
@@ -193,7 +207,7 @@ def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, run, str(tmp_path / "two")], capture_output=True, text=True, timeout=240, env=environment
+        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("5 images") == 1

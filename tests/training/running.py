@@ -78,12 +78,8 @@ def final_tensors(output: Path) -> dict[str, torch.Tensor]:
     """All that the last checkpoint and the exported weights of a run hold, by name."""
     last = sorted((output / "checkpoints").glob("step-*"))[-1]
     tensors = {f"export {k}": v for k, v in safetensors.torch.load_file(output / "model.safetensors").items()}
-    for name in ("model", "ema"):
-        if (last / f"{name}.safetensors").exists():
-            tensors |= {f"{name} {k}": v for k, v in safetensors.torch.load_file(last / f"{name}.safetensors").items()}
-    state = torch.load(last / "state.pt", weights_only=True)["optimizer"]["state"]
-    for parameter, values in state.items():
-        tensors |= {f"optimizer {parameter} {key}": torch.as_tensor(value) for key, value in values.items()}
+    for file in sorted(last.glob("*.safetensors")):
+        tensors |= {f"{file.stem} {name}": value for name, value in safetensors.torch.load_file(file).items()}
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from toy import CLASSES, MODELS, make_model
 
 from inlinevit.layers import Block
+from inlinevit.training.checkpoints import CheckpointFolder, Progress, damage
+from inlinevit.training.processes import all_or_none, on_main
 from inlinevit.training.seeding import set_seed
-from inlinevit.training.state import get_state, get_weights, is_sharded, set_state, set_weights
+from inlinevit.training.state import get_weights, is_sharded, restore, save_shards
 
 STEPS = 3
 
@@ -74,28 +77,28 @@ def shard_and_train(plain: dict[str, Any]) -> int:
         part = train_step(sharded, optimizers[1], images[share], labels[share])
         torch.testing.assert_close(accelerator.reduce(part, "mean"), loss, rtol=1e-5, atol=0)
 
-    # Whole tensors under the names of the bare model, in the process that writes them.
-    weights, state = get_weights(sharded), get_state(sharded, optimizers[1], accelerator)
+    # Whole tensors under the names of the bare model, in the process that exports them.
+    weights = get_weights(sharded)
     if accelerator.is_main_process:
         assert_close(weights, get_weights(whole))
         assert not torch.equal(weights["head.weight"], start["head.weight"])
         assert all(type(value) is Tensor for value in weights.values())
-        for parameter_name, parameter in whole.named_parameters():
-            theirs = optimizers[0].optimizer.state[parameter]
-            assert_close(state["optimizer"]["state"][parameter_name], theirs)
 
-    # What one process has written, all of them read.
-    holder = copy.deepcopy([weights, state])
-    torch.distributed.broadcast_object_list(holder)
-    weights, state = holder
+    # What all processes write together, they read.
+    checkpoints = CheckpointFolder(Path(plain["run"]["output"]))
+    aside = on_main(accelerator, lambda: checkpoints.prepare(STEPS))
+    parts = all_or_none(accelerator, lambda: save_shards(aside, sharded, optimizers[1], accelerator))
+    written = {name: entry for entries, _ in parts for name, entry in entries.items()}
+    assert len(written) == accelerator.num_processes
+    path = on_main(accelerator, lambda: checkpoints.commit(Progress(step=STEPS), parts[0][1], written))
+    assert damage(path) is None
     again = shard(make_model(name).double())
     again_optimizer = make_optimizer(again)
-    set_weights(again, weights)
-    set_state(again, again_optimizer, accelerator, state)
-    copied, copied_state = get_weights(again), get_state(again, again_optimizer, accelerator)
+    restore(path, again, None, again_optimizer, accelerator)
+    copied = get_weights(again)
     if accelerator.is_main_process:
         assert all(torch.equal(copied[name], weights[name]) for name in weights)
-        assert copied_state["optimizer"]["state"].keys() == state["optimizer"]["state"].keys()
+    assert again_optimizer.optimizer.param_groups[0]["betas"] == optimizers[1].optimizer.param_groups[0]["betas"]
     losses = [
         train_step(model, optimizer, images[share], labels[share])
         for model, optimizer in ((sharded, optimizers[1]), (again, again_optimizer))

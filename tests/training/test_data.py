@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from inlinevit.training.batching import BatchPlan
+from inlinevit.training.checkpoints import Progress
 from inlinevit.training.data import (
     EvaluationData,
     GroupedOrder,
@@ -79,8 +81,9 @@ def streamed(
     lengths: list[int] | None = None, batch_size: int = 4, workers: int = 0, window: int = 12, **options: int
 ) -> StreamedData:
     stream = Parts([7, 13, 1, 20, 0, 9] if lengths is None else lengths)
-    order = StreamOrder(stream.lengths, batch_size, seed=5, workers=workers, window=window, **options)
-    return StreamedData(stream, order, workers=workers, collate=collate)
+    repeats = options.pop("repeats", 1)
+    plan = BatchPlan.first(batch_size, workers=workers, **options)
+    return StreamedData(stream, plan, seed=5, repeats=repeats, collate=collate, window=window)
 
 
 def every(data: TrainingData, epoch: int = 0, start: int = 0) -> list[Tensor]:
@@ -224,6 +227,101 @@ def test_a_stream_shuffles_parts_and_windows() -> None:
         list(range(i, i + 12)) for i in range(0, 48, 12)
     ]
     assert one_part[:12] != list(range(12))
+
+
+# (processes, batch size, batches of each process in a step), all for 12 samples in a step.
+LAYOUTS = [(1, 12, 1), (1, 4, 3), (2, 6, 1), (2, 3, 2), (3, 4, 1), (4, 3, 1), (6, 1, 2), (12, 1, 1)]
+
+
+def steps_of(data: list[TrainingData], batches: int, start: int = 0) -> list[list[tuple[float, ...]]]:
+    """The samples of each step of the first epoch, sorted, with what was drawn for them.
+
+    Args:
+        data: Those of each process.
+        batches: Batches of each process in a step.
+        start: The first step.
+    """
+    by_process = [every(one, 0, start * batches) for one in data]
+    count = len(by_process[0]) // batches
+    return [
+        sorted(
+            tuple(row.tolist())
+            for own in by_process
+            for batch in own[step * batches : (step + 1) * batches]
+            for row in batch
+        )
+        for step in range(count)
+    ]
+
+
+def plans_of(
+    layout: tuple[int, int, int], drawn: tuple[int, int, int], workers: int, drawn_workers: int
+) -> list[BatchPlan]:
+    """The plans of all processes of a layout for an order that was drawn for another one."""
+    processes, batch_size, batches = layout
+    progress = Progress(total_batch=12, processes=drawn[0], batch_size=drawn[1], workers=drawn_workers)
+    return [
+        BatchPlan.first(
+            batch_size, process=process, processes=processes, grad_accum_steps=batches, workers=workers
+        ).resumed(progress, 1)
+        for process in range(processes)
+    ]
+
+
+@pytest.mark.parametrize("drawn", LAYOUTS[::2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["shuffled", "grouped", "streamed"])
+def test_steps_do_not_depend_on_how_they_are_dealt_out(
+    kind: str, layout: tuple[int, int, int], drawn: tuple[int, int, int]
+) -> None:
+    def data(plan: BatchPlan) -> TrainingData:
+        if kind == "streamed":
+            stream = Parts([7, 13, 1, 50, 0, 29])
+            return StreamedData(stream, plan, seed=5, repeats=1, collate=collate, window=24)
+        dealing = {"seed": 5, "process": plan.process, "processes": plan.processes}
+        order = (
+            ShardedOrder(100, plan.batch_size, **dealing)
+            if kind == "shuffled"
+            else GroupedOrder(
+                [number % 3 for number in range(100)],
+                plan.batch_size,
+                drawn_batch=plan.drawn_batch_size * plan.drawn_processes,
+                **dealing,
+            )
+        )
+        return ShuffledData(Numbers(list(range(100))), order, workers=0, collate=collate)
+
+    first = [data(plan) for plan in plans_of(drawn, drawn, 0, 2)]
+    second = [data(plan) for plan in plans_of(layout, drawn, 0, 2)]
+    expected = steps_of(first, drawn[2])
+    assert len(expected) == 8
+    assert len({row[0] for step in expected for row in step}) == 96
+    assert steps_of(second, layout[2]) == expected
+    assert steps_of(second, layout[2], start=3) == expected[3:]
+
+
+@pytest.mark.parametrize(("workers", "drawn_workers"), [(0, 2), (1, 0), (3, 2)])
+def test_steps_of_a_stream_do_not_depend_on_the_workers(workers: int, drawn_workers: int) -> None:
+    stream = Parts([7, 13, 1, 50, 0, 29])
+
+    def data(workers: int) -> list[TrainingData]:
+        plans = plans_of((2, 6, 1), (2, 6, 1), workers, drawn_workers)
+        return [StreamedData(stream, plan, seed=5, repeats=1, collate=collate, window=24) for plan in plans]
+
+    assert steps_of(data(workers), 1, start=2) == steps_of(data(drawn_workers), 1, start=2)
+
+
+def test_batches_that_a_plan_cannot_deal_out() -> None:
+    progress = Progress(total_batch=12, processes=2, batch_size=6, workers=0)
+    with pytest.raises(
+        ValueError, match=r"12 samples in a step, which 5 processes with batches of up to 3 .* divides 12"
+    ):
+        BatchPlan.first(3, processes=5).resumed(progress, 1)
+    with pytest.raises(ValueError, match=r"batches of up to 4 \(multiples of 2\) cannot share equally"):
+        BatchPlan.first(4, processes=4).resumed(progress, 2)
+    with pytest.warns(UserWarning, match="on 3 processes, that is 2 batches of 2 each"):
+        plan = BatchPlan.first(3, processes=3).resumed(progress, 2)
+    assert (plan.batch_size, plan.grad_accum_steps, plan.total_batch) == (2, 2, 12)
 
 
 def test_what_is_skipped_is_not_opened() -> None:

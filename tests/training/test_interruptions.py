@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from running import Server, assert_same_run, final_tensors, metric_lines
 from toy import make_trainer, settings
 
+from inlinevit.training.checkpoints import entry_of, manifest_bytes, read_manifest
 from inlinevit.training.loop import Stopped
 
 CODE_OF_SIGKILL = -signal.SIGKILL
@@ -39,12 +41,14 @@ def test_another_seed_makes_another_run(server: Server, reference: Path, tmp_pat
     )
 
 
-# A checkpoint is 5 files: model, ema, state, progress, manifest.
+# A checkpoint is 6 files: model, ema, optimizer, state, progress, manifest. The checkpoints of a new run are those of
+# steps 5 and 6; then comes the evaluation, which is the 13th file.
 @pytest.mark.parametrize(
     "places",
     [
-        ["write:1", "write:6", "write:2"],
-        ["write:13", "write:5", "write:4"],
+        ["write:1", "write:7", "write:2"],
+        ["write:14", "write:6", "write:5", "write:4"],
+        ["write:13", "write:7"],
         ["rename:2", "rename:1"],
         # The first mark is set when a run begins, the others when it has evaluated.
         ["best:2", "best:3", "prune:1"],
@@ -59,7 +63,7 @@ def test_killed_while_a_checkpoint_is_written(
     output = tmp_path / "run"
     for place in places:
         assert server.start(settings(output, toy__kill=place)).wait() == CODE_OF_SIGKILL
-        if place.startswith(("write", "rename")):
+        if place.startswith(("write", "rename")) and place != "write:13":
             assert list((output / "checkpoints").glob(".unfinished-step-*"))
     server.run(settings(output))
     assert not list((output / "checkpoints").glob(".unfinished*"))
@@ -134,6 +138,28 @@ def test_second_ctrl_c_does_not_wait(reference: Path, tmp_path: Path) -> None:
     assert_same_run(output, reference)
 
 
+def test_second_sigterm_ends_at_once(server: Server, reference: Path, tmp_path: Path) -> None:
+    """Even in a step that takes for ever, and with its workers."""
+    output = tmp_path / "run"
+    forked = server.start(settings(output, toy__workers=2, toy__pause=1000))
+    deadline = time.monotonic() + 60
+    while len(processes_of(forked.ids[0])) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1)
+    forked.kill(signal.SIGTERM)
+    time.sleep(0.5)
+    assert alive(forked.ids[0])
+    started = time.monotonic()
+    forked.kill(signal.SIGTERM)
+    assert forked.wait() == -signal.SIGTERM
+    assert time.monotonic() - started < 5
+    while processes_of(forked.ids[0]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of(forked.ids[0]) == []
+    server.run(settings(output))
+    assert_same_run(output, reference)
+
+
 def test_signal_in_the_last_step_lets_the_run_finish(reference: Path, tmp_path: Path) -> None:
     make_trainer(settings(tmp_path / "run", toy__events={"48": "SIGTERM"})).run()
     assert_same_run(tmp_path / "run", reference)
@@ -174,8 +200,8 @@ def flip(path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    content = (path / "state.pt").read_bytes()
-    (path / "state.pt").write_bytes(content[: len(content) // 2])
+    content = (path / "optimizer.safetensors").read_bytes()
+    (path / "optimizer.safetensors").write_bytes(content[: len(content) // 2])
 
 
 DAMAGES: dict[str, Any] = {
@@ -211,10 +237,8 @@ def copy(stopped: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint_is_skipped(reference: Path, copy: Path, damage: str) -> None:
     DAMAGES[damage](copy / "checkpoints" / "step-00000011")
-    trainer = make_trainer(settings(copy))
     with pytest.warns(UserWarning, match="step-00000011 is skipped, because it is damaged"):
-        trainer.begin()
-    assert trainer.progress.step == 10
+        assert make_trainer(settings(copy)).progress.step == 10
     with pytest.warns(UserWarning, match="step-00000011 is skipped"):
         make_trainer(settings(copy)).run()
     assert_same_run(copy, reference)
@@ -230,9 +254,105 @@ def test_damaged_checkpoint_goes_with_the_next_one(copy: Path) -> None:
     assert "step-00000011" not in kept
 
 
-def test_all_checkpoints_damaged(reference: Path, copy: Path) -> None:
+def test_all_checkpoints_damaged(copy: Path) -> None:
     for path in (copy / "checkpoints").glob("step-*"):
         flip(path)
-    with pytest.warns(UserWarning, match="skipped"):
-        make_trainer(settings(copy)).run()
+    before = contents(copy)
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged") as caught:
+        make_trainer(settings(copy))
+    message = str(caught.value)
+    assert "step-00000011: model.safetensors has changed" in message
+    assert "step-00000010: model.safetensors has changed" in message
+    assert "--run.resume never" in message
+    # Averaged weights are not damaged.
+    assert f"--model.checkpoint {copy / 'checkpoints' / 'step-00000011' / 'ema.safetensors'}" in message
+    assert contents(copy) == before
+
+
+def test_started_over_where_all_checkpoints_are_damaged(reference: Path, copy: Path) -> None:
+    for path in (copy / "checkpoints").glob("step-*"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"manifest.json is missing.*: restore one, or start over with --run.resume never"
+    ):
+        make_trainer(settings(copy))
+    before = contents(copy)
+    with pytest.warns(UserWarning, match="held a run: it is now"):
+        make_trainer(settings(copy, run__resume="never")).run()
+    assert contents(copy.with_name("run.1")) == before
     assert_same_run(copy, reference)
+
+
+def edited(path: Path, name: str, change: Any) -> None:
+    """Change the tensors of a file of a checkpoint, and its hash with it."""
+    tensors = safetensors.torch.load_file(path / name)
+    change(tensors)
+    content = safetensors.torch.save(tensors)
+    (path / name).write_bytes(content)
+    entries = {**read_manifest(path), name: entry_of(content)}
+    (path / "manifest.json").write_bytes(manifest_bytes(entries))
+
+
+EDITS: dict[str, tuple[str, Any, str]] = {
+    "a weight is missing": ("model", lambda tensors: tensors.pop("fc2.bias"), "fc2.bias is missing"),
+    "a weight is unknown": ("model", lambda tensors: tensors.update(x=torch.ones(1)), "x is unknown"),
+    "another shape": ("model", lambda tensors: tensors.update({"fc2.bias": torch.ones(4)}), "in place of float32"),
+    "another type": ("ema", lambda tensors: tensors.update({"fc2.bias": torch.ones(3).int()}), "int32"),
+    "no moments": ("optimizer", lambda tensors: tensors.pop("optimizer.state.0.exp_avg"), "does not hold once"),
+    "other moments": (
+        "optimizer",
+        lambda tensors: tensors.update({"optimizer.state.0.exp_avg": torch.ones(2)}),
+        "exp_avg of parameter 0 is float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_tensors_are_refused(copy: Path, edit: str) -> None:
+    name, change, message = EDITS[edit]
+    edited(copy / "checkpoints" / "step-00000011", f"{name}.safetensors", change)
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(settings(copy)).run()
+    assert "resume" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def edit_state(path: Path, old: str, new: str) -> None:
+    content = (path / "state.json").read_text()
+    assert old in content
+    (path / "state.json").write_text(content.replace(old, new, 1))
+    entries = {**read_manifest(path), "state.json": entry_of((path / "state.json").read_bytes())}
+    (path / "manifest.json").write_bytes(manifest_bytes(entries))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('["weight_decay", 0.05]', '["weight_decay", "x"]', "weight_decay is 'x' in place of a number"),
+        ('["weight_decay", 0.05]', '["weight_decay", NaN]', "weight_decay is nan in place of a number"),
+        ('["weight_decay", 0.05]', '["weight_decay", Infinity]', "weight_decay is inf in place of a finite number"),
+        ('["betas", [', '["betas", [0.5, ', "betas should have 2 entries"),
+        ('["amsgrad", false]', '["amsgrad", 1]', "amsgrad is 1 in place of False"),
+        ('["amsgrad", false]', '["evil", false]', "should have"),
+        ('"exp_avg"', '"exp_evil"', "parameter 0 lacks exp_avg"),
+        ('["state", {"dict": [[0,', '["state", {"dict": [[77,', "a state of parameter 77"),
+        ('"scaler"', '"other"', "does not hold the state of an optimizer"),
+    ],
+)
+def test_edited_state_is_refused(copy: Path, old: str, new: str, message: str) -> None:
+    edit_state(copy / "checkpoints" / "step-00000011", old, new)
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(settings(copy)).run()
+    assert "resume" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(copy: Path, tmp_path: Path) -> None:
+    path = copy / "checkpoints" / "step-00000011"
+    with pytest.raises(ValueError, match=r"is at step 11, and this run has 6: make the schedule longer"):
+        make_trainer(settings(tmp_path / "other", run__resume=str(path), schedule__epochs=1))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

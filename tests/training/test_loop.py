@@ -109,16 +109,14 @@ def test_resume_from_an_earlier_checkpoint_of_the_same_run(tmp_path: Path) -> No
     with pytest.raises(Stopped):
         make_trainer(settings(output, run__resume=str(path), toy__events={"5": "SIGTERM"}, **changes)).run()
     assert steps_of(output)[-1] == 13
-    trainer = make_trainer(settings(output, **changes))
-    trainer.begin()
-    assert trainer.progress.step == 13
+    assert make_trainer(settings(output, **changes)).progress.step == 13
     assert max(line["step"] for line in metric_lines(output)) == 12
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: (path / "manifest.json").unlink(), "is no checkpoint: name a step-… folder"),
+        (lambda path: (path / "manifest.json").unlink(), "is not a checkpoint: name a step-… folder"),
         (lambda path: (path / "model.safetensors").write_bytes(b""), "is damaged: model.safetensors has changed"),
     ],
 )
@@ -133,7 +131,7 @@ def test_resume_from_what_is_no_checkpoint(tmp_path: Path, spoil: Any, message: 
 def test_resume_without_averaged_weights(tmp_path: Path) -> None:
     make_trainer(settings(tmp_path / "run", schedule__epochs=1, run__ema_decay=None)).run()
     path = tmp_path / "run" / "checkpoints" / "step-00000006"
-    with pytest.raises(FileNotFoundError, match=r"has no ema\.safetensors: go on with the settings"):
+    with pytest.raises(ValueError, match=r"has no ema\.safetensors: resume with the settings"):
         make_trainer(settings(tmp_path / "other", run__resume=str(path))).run()
 
 
@@ -148,7 +146,7 @@ def test_resume_without_averaged_weights(tmp_path: Path) -> None:
 def test_other_settings_are_refused(tmp_path: Path, change: dict[str, Any], name: str) -> None:
     with pytest.raises(Stopped):
         make_trainer(settings(tmp_path / "run", toy__events={"3": "SIGTERM"})).run()
-    with pytest.raises(ValueError, match=rf"{name}.*choose another --run.output, or begin anew"):
+    with pytest.raises(ValueError, match=rf"{name}.*choose another --run.output, or start over"):
         make_trainer(settings(tmp_path / "run", **change)).run()
 
 
@@ -181,7 +179,7 @@ def test_settings_that_change_nothing_are_free(reference: Path, tmp_path: Path) 
 def test_data_of_another_length_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         make_trainer(settings(tmp_path / "run", toy__events={"3": "SIGTERM"})).run()
-    with pytest.raises(ValueError, match="has steps_per_epoch 6 and this run 12"):
+    with pytest.raises(ValueError, match="has 6 steps in an epoch and this run 12"):
         make_trainer(settings(tmp_path / "run", toy__samples=100)).run()
 
 
@@ -231,12 +229,12 @@ def test_disk_full_while_a_checkpoint_is_written(reference: Path, tmp_path: Path
 
 
 def test_system_refuses_to_write_more(server: Server, reference: Path, tmp_path: Path) -> None:
-    """Not our own doing, as above: the system lets files grow to 5000 bytes, which is too little for state.pt."""
+    """Not our own doing, as above: the system lets files grow to 2500 bytes, which is too little for the optimizer."""
     output = tmp_path / "run"
     with pytest.raises(Stopped):
         make_trainer(settings(output, toy__events={"9": "SIGTERM"})).run()
-    assert (output / "checkpoints" / "step-00000005" / "state.pt").stat().st_size > 5000
-    forked = server.start(settings(output, toy__file_limit=5000))
+    assert (output / "checkpoints" / "step-00000005" / "optimizer.safetensors").stat().st_size > 2500
+    forked = server.start(settings(output, toy__file_limit=2500))
     assert forked.wait() == 1, forked.printed
     assert "error: no space left on the disk for" in forked.printed
     assert "Traceback" not in forked.printed

@@ -10,7 +10,7 @@ import yaml
 from inlinevit.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
 from inlinevit.detection.config import DetectionConfig
 from inlinevit.segmentation.config import SegmentationConfig
-from inlinevit.training.checkpoints import CheckpointFolder, Progress
+from inlinevit.training.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
 from inlinevit.training.config import AnyConfig, from_plain, to_plain
 from inlinevit.training.runs import load_config, run_weights
 
@@ -54,11 +54,11 @@ def test_which_weights_are_meant(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor a good checkpoint"):
         run_weights(tmp_path, None)
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=9)
-    weights = {"a": torch.zeros(1)}
+    weights, state = pack_weights({"a": torch.zeros(1)}), pack_state({})
     first, second = Progress(step=1, best=1.0, best_step=1), Progress(step=2, best=1.0, best_step=1)
-    older = folder.save(first, {"model": weights, "ema": weights}, {})
+    older = folder.save(first, {"model.safetensors": weights, "ema.safetensors": weights, **state})
     folder.mark_best(first)
-    newer = folder.save(second, {"model": weights}, {})
+    newer = folder.save(second, {"model.safetensors": weights, **state})
     with pytest.warns(UserWarning, match="not finished: using its checkpoint step-00000002"):
         assert run_weights(tmp_path, None) == newer / "model.safetensors"
     # Averaged weights are preferred.

@@ -1,6 +1,8 @@
 """Schedules, parameter groups, averages and sharding, against their formulas."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,17 +11,18 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from toy import MODELS, Mlp, make_model, make_trainer, settings
 
 from inlinevit.layers import Block
 from inlinevit.training.config import OptimizerConfig, RunConfig, ScheduleConfig
 from inlinevit.training.setup import (
     make_average,
-    make_fsdp_plugin,
     make_optimizer,
     make_scheduler,
+    shard_model,
     synchronize_norms,
 )
 
@@ -157,29 +160,28 @@ def test_no_average_unless_wanted() -> None:
         ("convnext_atto", timm.models.convnext.ConvNeXtBlock),
     ],
 )
-def test_accelerate_shards_the_blocks(name: str, block: type[nn.Module]) -> None:
+def test_blocks_are_sharded(name: str, block: type[nn.Module]) -> None:
     model = make_model(name) if name in MODELS else timm.create_model(name)
-    plugin = make_fsdp_plugin(model)
-    assert plugin.fsdp_version == 2
-    plugin.set_auto_wrap_policy(model)
-    policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    assert policy is not None
-    chosen = [module for module in model.modules() if policy(module)]
-    assert chosen == [module for module in model.modules() if isinstance(module, block)]
-    assert len(chosen) > 1
+    blocks = [module for module in model.modules() if isinstance(module, block)]
+    assert len(blocks) > 1
+    with one_process():
+        shard_model(model, Accelerator(cpu=True))
+    assert [module for module in model.modules() if isinstance(module, FSDPModule)] == [model, *blocks]
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A context after which the process group that sharding has made is gone."""
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_model_without_blocks_is_not_sharded() -> None:
     with pytest.raises(ValueError, match=r"run\.fsdp finds no blocks to shard by in Mlp: train it without"):
-        make_fsdp_plugin(Mlp(0.0, batch_norm=False))
-
-
-def test_sharding_on_a_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # accelerate notes it here, and would go on doing so.
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
-    changes: dict[str, Any] = {"toy__model": "inline_deit_tiny", "run__fsdp": True, "run__ema_decay": None}
-    with pytest.raises(ValueError, match=r"run\.fsdp needs processes with a GPU each: start it with torchrun"):
-        make_trainer(settings(tmp_path / "run", **changes))
+        shard_model(Mlp(0.0, batch_norm=False), Accelerator(cpu=True))
 
 
 def test_averaging_sharded_weights_is_refused() -> None:

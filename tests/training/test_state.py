@@ -31,5 +31,5 @@ def test_weights_of_another_model_are_refused() -> None:
     with pytest.raises(ValueError, match="the checkpoint is of another model"):
         set_weights(Mlp(0.0, batch_norm=False), weights)
     weights["fc1.weight"] = torch.zeros(2, 2)
-    with pytest.raises(ValueError, match=r"the checkpoint is of another model \(.*fc1.*\): go on with the one it was"):
+    with pytest.raises(ValueError, match=r"the checkpoint is of another model \(fc1.weight .*\): resume with"):
         set_weights(Mlp(0.0, batch_norm=True), weights)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import inlinevit  # noqa: F401
 from inlinevit.training import checkpoints, files
+from inlinevit.training.batching import BatchPlan
 from inlinevit.training.config import OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from inlinevit.training.data import EvaluationData, ShardedOrder, ShuffledData
 from inlinevit.training.loop import Diverged, Stopped, Trainer
@@ -134,9 +135,11 @@ class ToyTask:
     """A Task for the loop."""
 
     metric = "error"
+    batch_multiple = 1
 
     def __init__(self, config: ToyConfig, seed: int) -> None:
         self.config, self.seed = config, seed
+        self.batch_size, self.workers = config.batch_size, config.workers
         self.greater_is_better = config.greater_is_better
         size = MODELS[config.model]["img_size"] if config.model in MODELS else 0
         self.shape: tuple[int, ...] = (3, size, size) if size else (6,)
@@ -148,13 +151,12 @@ class ToyTask:
             return Mlp(self.config.dropout, self.config.batch_norm)
         return make_model(self.config.model)
 
-    def training_data(self, process: int, processes: int) -> ShuffledData:
-        config = self.config
-        samples = ToySamples(config.samples, self.shape, augment=True)
+    def training_data(self, plan: BatchPlan) -> ShuffledData:
+        samples = ToySamples(self.config.samples, self.shape, augment=True)
         order = ShardedOrder(
-            len(samples), config.batch_size, seed=self.seed, process=process, processes=processes, repeats=1
+            len(samples), plan.batch_size, seed=self.seed, process=plan.process, processes=plan.processes
         )
-        return ShuffledData(samples, order, workers=config.workers, collate=collate)
+        return ShuffledData(samples, order, workers=plan.workers, collate=collate)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         time.sleep(self.config.pause)

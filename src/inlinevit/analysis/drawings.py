@@ -388,9 +388,12 @@ def line_of(
 def add_legend(figure: FigureBase, handles: Sequence[Line2D], width: float = WIDTH) -> None:
     """Names above a drawing that is so wide, in inches."""
     columns = legend_columns([str(handle.get_label()) for handle in handles], width)
-    figure.legend(
+    legend = figure.legend(
         handles=list(handles), loc="outside upper center", ncols=columns, frameon=False, fontsize=9, handlelength=3
     )
+    for text in legend.get_texts():
+        # The name of a run's folder may have dollar signs.
+        text.set_parse_math(False)
 
 
 def legend_columns(names: Sequence[str], width: float) -> int:

@@ -1,7 +1,6 @@
 """Models that are ready to use: out of a training run, of a file, or as published."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
+from ..files import read_json
 from ..models._weight_files import read_state_dict
 from ..training.runs import RUN_CLASSES, RUN_CONFIG, load_config, run_weights
 from .config import ClassificationConfig, ModelConfig
@@ -63,6 +63,7 @@ def open_classifier(
         _check_name_or_run(model)
         config, file = ModelConfig(name=model), checkpoint
     else:
+        check_model_name(run.model.name)
         config, file = run.model, str(run_weights(Path(model), checkpoint))
         classes = _read_classes(Path(model) / RUN_CLASSES)
     config = dataclasses.replace(
@@ -111,7 +112,7 @@ def _read_classes(file: Path) -> list[str] | None:
     if not file.is_file():
         return None
     try:
-        classes = json.loads(file.read_text())
+        classes = read_json(file)
     except ValueError as error:
         raise ValueError(f"{file} is no list of class names ({error}): mend or remove it") from error
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):

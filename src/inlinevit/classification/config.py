@@ -18,10 +18,11 @@ class DataConfig:
     """The images for evaluation, if they are not beside those for training."""
     root: str | None = None
     """Folder of the data that timm.data knows by a prefix."""
-    train_split: str = "train"
-    """Name of the training part, for data that timm.data knows by a prefix."""
-    eval_split: str = "validation"
-    """Name of the evaluation part, for data that timm.data knows by a prefix."""
+    train_split: str | None = None
+    """Name of the split to train on, which must exist; null = train or training, or data that are not divided."""
+    eval_split: str | None = None
+    """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
+    testing, the first that exists (of hfds/ not test)."""
     batch_size: int = 128
     """Images in a batch of one process."""
     workers: int = 2

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..images import bombs_refused, upright, why_unusable
+from ..training.batching import BatchPlan
 from ..training.data import (
     EvaluationData,
     ShardedOrder,
     ShuffledData,
     StreamedData,
-    StreamOrder,
     TrainingData,
     require_a_batch,
 )
@@ -131,8 +131,7 @@ def training_batches(
     config: DataConfig,
     repeats: int,
     seed: int,
-    process: int,
-    processes: int,
+    plan: BatchPlan,
 ) -> TrainingData:
     """Batches (images, labels, problems) of one process, in an order that comes back.
 
@@ -141,29 +140,28 @@ def training_batches(
         transform: From a PIL image to a tensor.
         mode: Pillow's word for the colours that the model wants.
         num_classes: Labels must be below this.
-        config: Size of batches, number of workers, number of images.
+        config: How many images to use, and how many may be unreadable.
         repeats: How often an image comes in a row, each time varied anew.
         seed: The run's seed.
-        process: This process.
-        processes: How many there are.
+        plan: Size of batches, number of workers, which share of each batch.
     """
     # Once more images than allowed were tried in vain, the run stops anyway.
     tries = config.max_unreadable + 1
-    dealing = {"seed": seed, "process": process, "processes": processes, "repeats": repeats}
     data: TrainingData
     if isinstance(source, ShardSource):
         shards = source if config.train_images is None else source.thinned(config.train_images)
         stream = LabelledStream(shards, transform, mode, num_classes, tries=tries)
-        row = StreamOrder(stream.lengths, config.batch_size, workers=config.workers, **dealing)
-        data = StreamedData(stream, row, workers=config.workers, collate=collate)
+        data = StreamedData(stream, plan, seed=seed, repeats=repeats, collate=collate)
         length = len(shards)
     else:
         chosen = source if config.train_images is None else ThinnedSource(source, config.train_images)
         images = LabelledImages(chosen, transform, mode, num_classes, tries=tries)
-        order = ShardedOrder(len(images), config.batch_size, **dealing)
-        data = ShuffledData(images, order, workers=config.workers, collate=collate)
+        order = ShardedOrder(
+            len(images), plan.batch_size, seed=seed, process=plan.process, processes=plan.processes, repeats=repeats
+        )
+        data = ShuffledData(images, order, workers=plan.workers, collate=collate)
         length = len(images)
-    require_a_batch(len(data), length, config.batch_size, processes)
+    require_a_batch(len(data), length, plan.batch_size, plan.processes)
     return data
 
 
@@ -178,7 +176,7 @@ def evaluation_batches(
 ) -> EvaluationData:
     """Batches (images, labels, problems) of one process; over all processes, every image comes once.
 
-    An image that cannot be used is a black one with label NO_LABEL. Arguments as for `training_batches`.
+    An image that cannot be used is a black one with label NO_LABEL.
     """
     images: LabelledImages | LabelledStream
     if isinstance(source, ShardSource):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..training.files import finite, make_folder
 from ..training.setup import evaluation_accelerator
-from ..training.state import is_sharded
+from ..training.state import unsharded
 from .classifier import Classifier, open_classifier, run_config
 from .config import DataConfig
 from .data import ProblemCounter, evaluation_batches
@@ -70,10 +70,10 @@ def evaluate(
     metrics = EvaluationMetrics(num_classes, accelerator.device)
     # The bare model: DistributedDataParallel would wait for processes whose share is smaller.
     bare = accelerator.unwrap_model(model)
-    for images, truth in _in_step(usable, accelerator, spec) if is_sharded(bare) else usable:
-        with accelerator.autocast():
-            logits = bare(images.to(accelerator.device, non_blocking=True)).float()
-        if len(truth) > 0:
+    with unsharded(bare):
+        for images, truth in usable:
+            with accelerator.autocast():
+                logits = bare(images.to(accelerator.device, non_blocking=True)).float()
             metrics.update(logits, truth.to(accelerator.device))
     return metrics.compute()
 
@@ -89,22 +89,6 @@ def usable_batches(
         if is_usable.any():
             truth = truth[is_usable]
             yield images[is_usable], truth if own is None else own[truth]
-
-
-def _in_step(
-    batches: Iterator[tuple[Tensor, Tensor]], accelerator: Accelerator, spec: InputSpec
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """As many batches for each process as the one with the most has: the others get some with an image and no label.
-
-    Processes that share the parameters of a model compute it together.
-    """
-    nothing = torch.zeros(1, len(spec.mean), spec.size, spec.size), torch.zeros(0, dtype=torch.long)
-    while True:
-        batch = next(batches, None)
-        going_on = torch.tensor(float(batch is not None), device=accelerator.device)
-        if accelerator.reduce(going_on, "sum").item() == 0:
-            return
-        yield nothing if batch is None else batch
 
 
 def match_classes(classes: Sequence[str] | None, classifier: Classifier) -> list[int] | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -31,6 +32,9 @@ def most_confused(confusion: Tensor, count: int) -> list[tuple[int, int, int]]:
     return [(*divmod(place, classes), int(mistakes[place])) for place in order if mistakes[place] > 0]
 
 
+# The names of classes come from data, and LaTeX would interpret them: matplotlib must not start it, whatever a
+# matplotlibrc in the current folder says.
+@matplotlib.rc_context({"text.usetex": False})
 def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, *, unit: str = "images") -> None:
     """A picture of a confusion matrix; with many classes, the most frequent mistakes are listed beside it.
 

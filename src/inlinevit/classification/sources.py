@@ -4,8 +4,9 @@ import gzip
 import io
 import lzma
 import os
+import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from timm.data import create_dataset
-from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
 
+from ..files import is_inside, open_regular, read_bytes
+from ..images import image_endings, open_image
 from .config import DataConfig
-from .shards import ShardSource, find_shards, list_files
+from .dataset_cards import refuse_addresses
+from .shards import ShardSource, find_shards, is_plain_file, list_files
+from .splits import EVALUATION_NAMES, SPELLINGS, TRAINING_NAMES, SplitRequest, spellings
 
 FASHION_MNIST_CLASSES = [
     "T-shirt",
@@ -32,11 +36,15 @@ FASHION_MNIST_CLASSES = [
     "bag",
     "ankle boot",
 ]
-# What the parts of a data set are called on disk.
-TRAINING_NAMES = ("train", "training")
-EVALUATION_NAMES = ("val", "validation", "valid", "eval", "test", "testing")
-# Files that are taken for images.
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2")
+# Splits of torchvision's data sets by the spellings that timm maps to them; any other name must be one of theirs.
+TORCHVISION_SPLITS = {
+    "imagenet": ("train", "val"),
+    "places365": ("train-standard", "val"),
+    "inaturalist": ("2021_train", "2021_valid"),
+    "inat": ("2021_train", "2021_valid"),
+}
+TORCHVISION_PAIRS = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist")
+TORCHVISION_FOLDERS = ("image_folder", "folder")
 
 
 class ImageSource(Protocol):
@@ -82,17 +90,21 @@ class ArraySource:
 
 
 class FolderSource:
-    """A folder of class folders, as timm reads it: the name of an image's folder is its class.
+    """A folder of class folders, in timm's order: the name of an image's folder is its class.
+
+    What has the name of an image, but is not a regular file, is one of the images, and cannot be used when it is read.
 
     Args:
         folder: The folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        files, labels = find_images_and_targets(str(folder), types=IMAGE_ENDINGS)
-        self.files = files
-        self.classes: list[str] | None = list(labels)
-        _require_class_folders(folder, self.classes, [file for file, _ in files])
+        named = sorted(_class_images(folder), key=lambda item: natural_key(item[0]))
+        classes = sorted({name for _, name in named}, key=natural_key)
+        _require_class_folders(folder, classes, [file for file, _ in named])
+        numbers = {name: label for label, name in enumerate(classes)}
+        self.files = [(file, numbers[name]) for file, name in named]
+        self.classes: list[str] | None = classes
 
     def __len__(self) -> int:
         return len(self.files)
@@ -100,11 +112,35 @@ class FolderSource:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """See ImageSource.read."""
         file, label = self.files[index]
-        return Image.open(file), label
+        return open_image(file), label
 
     def name(self, index: int) -> str:
         """See ImageSource.name."""
         return str(self.files[index][0])
+
+
+def _class_images(folder: Path) -> Iterator[tuple[str, str]]:
+    """The files in a folder that are named as images are, at any depth, each with the name of its folder."""
+    endings = image_endings()
+    # Links are followed, but a folder is not entered again from inside of itself.
+    pending = [(str(folder), "", frozenset[tuple[int, int]]())]
+    while pending:
+        place, name, around = pending.pop()
+        status = os.stat(place)
+        identity = status.st_dev, status.st_ino
+        if identity in around:
+            continue
+        with os.scandir(place) as entries:
+            for entry in entries:
+                is_image = os.path.splitext(entry.name)[1].lower() in endings
+                if not entry.is_dir():
+                    if is_image:
+                        yield entry.path, name
+                elif is_image and name and not any(os.scandir(entry.path)):
+                    # No class, but something that was to be an image.
+                    yield entry.path, name
+                else:
+                    pending.append((entry.path, entry.name, around | {identity}))
 
 
 class TarSource:
@@ -116,10 +152,12 @@ class TarSource:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        members = [item for item in list_files(file) if item.name.lower().endswith(IMAGE_ENDINGS)]
+        endings = image_endings()
+        members = [item for item in list_files(file) if os.path.splitext(item.name)[1].lower() in endings]
         members.sort(key=lambda item: natural_key(item.name))
         self.names = [item.name for item in members]
-        self.offsets = np.array([(item.offset_data, item.size) for item in members], np.int64).reshape(-1, 2)
+        places = [(item.offset_data, item.size if is_plain_file(item) else -1) for item in members]
+        self.offsets = np.array(places, np.int64).reshape(-1, 2)
         folders = [os.path.basename(os.path.dirname(os.path.normpath(name))) for name in self.names]
         classes = sorted(set(folders), key=natural_key)
         _require_class_folders(file, classes, self.names)
@@ -133,10 +171,12 @@ class TarSource:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """See ImageSource.read."""
         offset, size = self.offsets[index]
-        with self.file.open("rb") as stream:
+        if size < 0:
+            raise ValueError("it is a link, a pipe, a device or a sparse file in the tar file, not a regular file")
+        with open_regular(self.file) as stream:
             stream.seek(offset)
             content = stream.read(size)
-        return Image.open(io.BytesIO(content)), int(self.labels[index])
+        return open_image(io.BytesIO(content)), int(self.labels[index])
 
     def name(self, index: int) -> str:
         """See ImageSource.name."""
@@ -156,11 +196,13 @@ class TorchvisionSource:
     """A torchvision data set.
 
     Args:
-        samples: The data set.
+        samples: The data set. If it reads image files, it does so by `open_image` from now on.
     """
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
+        if hasattr(samples, "loader"):
+            samples.loader = open_image
         # Some have several names for a class.
         names = [name if isinstance(name, str) else ", ".join(name) for name in getattr(samples, "classes", ())]
         self.classes: list[str] | None = names or None
@@ -184,10 +226,13 @@ class HuggingFaceSource:
     Args:
         samples: The data set.
         title: What to call it.
+        folders: Where files that it names may lie. The paths of images come out of the data.
     """
 
-    def __init__(self, samples: Any, title: str) -> None:
+    def __init__(self, samples: Any, title: str, folders: Sequence[str]) -> None:
         import datasets
+
+        self.folders = list(folders)
 
         kinds = samples.features
         images = [key for key, kind in kinds.items() if isinstance(kind, datasets.Image)]
@@ -216,8 +261,14 @@ class HuggingFaceSource:
         stored, label = row[self.image], row[self.label]
         if stored is None or label is None:
             raise ValueError("it has no label" if stored else "it is empty")
-        file = stored["path"] if stored["bytes"] is None else io.BytesIO(stored["bytes"])
-        return Image.open(file), int(label)
+        if stored["bytes"] is not None:
+            return open_image(io.BytesIO(stored["bytes"])), int(label)
+        path = stored["path"]
+        if path is None:
+            raise ValueError("it is empty")
+        if not any(is_inside(path, folder) for folder in self.folders):
+            raise ValueError("its path leads out of the data set")
+        return open_image(path), int(label)
 
     def name(self, index: int) -> str:
         """See ImageSource.name."""
@@ -313,50 +364,72 @@ def open_source(config: DataConfig, training: bool, classes: Sequence[str] | Non
 
 
 def open_part(config: DataConfig, training: bool) -> ImageSource | ShardSource:
-    """The images for training or for evaluation, with labels and classes just as they are found."""
+    """The images for training or for evaluation, with labels and classes just as they are found.
+
+    Raises:
+        OSError: There are no such data.
+        ValueError: They have no such split, or cannot be read.
+    """
+    is_eval_path = not training and config.eval_path is not None
     path = os.path.expanduser(config.path if training or config.eval_path is None else config.eval_path)
+    request = SplitRequest(config.train_split if training else config.eval_split, training)
     if path == "embedded":
-        return embedded_fashion_mnist(training)
+        return embedded_fashion_mnist(request.of_two(path))
     if path.startswith("fashion-mnist:"):
-        return fashion_mnist(Path(path.removeprefix("fashion-mnist:")), training)
-    split = config.train_split if training else config.eval_split
+        return fashion_mnist(Path(path.removeprefix("fashion-mnist:")), request.of_two(path))
     kind, _, name = path.partition("/")
+    if kind in ("hfds", "hfids", "wds") and not name and (kind != "wds" or config.root is None):
+        raise ValueError(f"{path} names no data: write {kind}/FOLDER" + (" or hfds/NAME" if kind == "hfds" else ""))
     if kind == "torch":
-        return open_torchvision(path, config.root, split)
+        return open_torchvision(path, config.root, request, is_eval_path)
     if kind == "hfds":
-        return open_huggingface(name, config.root, split, option="train_split" if training else "eval_split")
+        return open_huggingface(name, config.root, request)
     if kind == "hfids":
         raise ValueError(f"{path} would be streamed, which is not supported: use hfds/{name}")
     if kind == "wds":
-        names = [split, *(TRAINING_NAMES if training else EVALUATION_NAMES)]
-        alone = training or config.eval_path is not None
-        return find_shards(str(Path(config.root or "") / name), names, alone)
-    part = find_part(Path(path), training, is_eval_path=not training and config.eval_path is not None)
+        # Only the name itself may look like an address; joined with a folder, it would no longer.
+        place = name if config.root is None else str(Path(config.root) / name)
+        return find_shards(place, request, training or is_eval_path)
+    part = find_part(Path(path), request, is_eval_path)
     return FolderSource(part) if part.is_dir() else TarSource(part)
 
 
-def find_part(path: Path, training: bool, is_eval_path: bool) -> Path:
-    """The folder or tar file of one part of a data set; the path itself if it is not divided.
+def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
+    """The folder or tar file of one split of a data set; the path itself if it is not divided.
 
     Args:
         path: The data set.
-        training: Which part.
+        request: Which split.
         is_eval_path: Whether the path was given for evaluation alone.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: There is no such split.
     """
     if not path.exists():
         option = "--data.eval_path" if is_eval_path else "--data.path"
         raise FileNotFoundError(f"no folder or file at {path}: check {option}")
-    for_training, for_evaluation = (_first_part(path, names) for names in (TRAINING_NAMES, EVALUATION_NAMES))
-    wanted, other = (for_training, for_evaluation) if training else (for_evaluation, for_training)
-    if wanted is not None:
-        return wanted
-    if is_eval_path or (training and other is None):
+    found = _first_part(path, request.candidates())
+    if found is not None:
+        return found
+    splits = _parts(path) if path.is_dir() else []
+    is_divided = any(split in TRAINING_NAMES + EVALUATION_NAMES for split in splits)
+    if is_divided or (splits and not request.fits_undivided):
+        message = request.missing(str(path), splits)
+        raise ValueError(message if request.training else f"{message}, or name other images with --data.eval_path")
+    request.require_undivided(str(path))
+    if request.training or is_eval_path:
         return path
-    if training:
-        raise ValueError(f"{path} has no part called train: name the images for training with --data.path")
     raise ValueError(
-        f"{path} has no part called val, validation or test: name the images for evaluation with --data.eval_path"
+        f"{path} has no split called val, validation or test: name the images for evaluation with --data.eval_path"
     )
+
+
+def _parts(path: Path) -> list[str]:
+    """The names of the splits that a folder may hold: folders of folders, and tar files."""
+    items = sorted(path.iterdir())
+    folders = [item.name for item in items if item.is_dir() and any(inner.is_dir() for inner in item.iterdir())]
+    return [*folders, *(item.stem for item in items if item.suffix == ".tar" and item.is_file())]
 
 
 def _first_part(path: Path, names: tuple[str, ...]) -> Path | None:
@@ -386,7 +459,7 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
     if missing:
         raise FileNotFoundError(f"no {' and no '.join(missing)}: name the folder with Fashion-MNIST's four .gz files")
     try:
-        images, labels = (np.frombuffer(gzip.decompress(file.read_bytes()), np.uint8) for file in files)
+        images, labels = (np.frombuffer(gzip.decompress(read_bytes(file)), np.uint8) for file in files)
         # The files begin with 16 and with 8 bytes that tell their shapes.
         images, labels = images[16:].reshape(-1, 28, 28), labels[8:]
     except (OSError, EOFError, ValueError, zlib.error) as error:
@@ -398,52 +471,86 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
     return ArraySource(images, labels, FASHION_MNIST_CLASSES, str(folder))
 
 
-def open_torchvision(path: str, root: str | None, split: str) -> TorchvisionSource:
+def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval_path: bool) -> TorchvisionSource:
     """A torchvision data set that is on disk.
 
     Args:
         path: torch/NAME, as timm.data calls it.
         root: Its folder.
-        split: Its part.
+        request: Its split.
+        is_eval_path: Whether it was named for evaluation alone.
     """
     if root is None:
         raise ValueError(f"{path} needs the folder that it lies in: name it with --data.root")
-    try:
-        return TorchvisionSource(create_dataset(path, root=root, split=split))
-    except AssertionError as error:
+    name = path.lower().split("/", 2)[-1]
+    if name not in (*TORCHVISION_PAIRS, *TORCHVISION_SPLITS, *TORCHVISION_FOLDERS):
         raise ValueError(
             f"timm.data knows no {path}: try torch/cifar10, cifar100, mnist, fashion_mnist, kmnist, qmnist, imagenet, "
             "places365, inaturalist or image_folder"
-        ) from error
-    except (RuntimeError, OSError, ValueError) as error:
+        )
+    split = ("train" if request.training else "validation") if request.name is None else request.name
+    if name in TORCHVISION_PAIRS:
+        split = "train" if request.of_two(path) else "test"
+    elif name in TORCHVISION_SPLITS:
+        train, held_out = TORCHVISION_SPLITS[name]
+        split = train if split in SPELLINGS[0] else held_out if split in SPELLINGS[1] else split
+    elif name in TORCHVISION_FOLDERS:
+        # timm would take the whole folder in place of a split that does not exist.
+        root = str(find_part(Path(root), request, is_eval_path))
+    try:
+        return TorchvisionSource(create_dataset(path, root=root, split=split, search_split=False))
+    # A damaged file can make torchvision raise anything.
+    except Exception as error:
+        if "Valid values are" in str(error):
+            raise ValueError(
+                f"{path} has no split called {split!r} ({_first_line(error)}): choose with {request.option}"
+            ) from error
+        reason = _first_line(error) or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "a file of it is damaged, or holds more than numbers"
         raise ValueError(
-            f"{path} cannot be opened in {root} ({_first_line(error)}): download it there with torchvision.datasets"
+            f"{path} cannot be opened in {root} ({reason}): download it there with torchvision.datasets"
         ) from error
 
 
-def open_huggingface(name: str, cache: str | None, split: str, option: str) -> HuggingFaceSource:
+def open_huggingface(name: str, cache: str | None, request: SplitRequest) -> HuggingFaceSource:
     """A Hugging Face data set, from a folder or from the hub. No code that comes with it is run.
 
     Args:
         name: Its folder, or its name on the hub.
         cache: Folder for what is downloaded and converted.
-        split: Its part.
-        option: The option that names its part.
+        request: Its split; if nothing is said, train or validation, however that is spelled.
     """
     try:
         import datasets
+        from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError as error:
         raise ValueError("hfds/ needs the package datasets: pip install 'inlinevit[data]'") from error
-    try:
-        return HuggingFaceSource(datasets.load_dataset(name, split=split, cache_dir=cache), f"hfds/{name}")
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"hfds/{name} holds a damaged file ({_first_line(error.__cause__)}): copy it anew") from error
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"hfds/{name} cannot be opened ({_first_line(error)}): check --data.path") from error
-    except ValueError as error:
-        if "split" not in str(error):
-            raise
-        raise ValueError(f"hfds/{name} has no such part ({_first_line(error)}): choose --data.{option}") from error
+    if os.path.isdir(name):
+        refuse_addresses(Path(name))
+    # A name that was given is taken as it is: it may be any that the library understands, such as train[:10%].
+    names = (request.name,) if request.name is not None else spellings("train" if request.training else "validation")
+    for split in names:
+        try:
+            samples = datasets.load_dataset(name, split=split, cache_dir=cache)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(
+                f"hfds/{name} holds a damaged file ({_first_line(error.__cause__)}): copy it again"
+            ) from error
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"hfds/{name} cannot be opened ({_first_line(error)}): check --data.path") from error
+        except ValueError as error:
+            if "split" not in str(error).lower():
+                raise
+            if split == names[-1]:
+                raise ValueError(
+                    f"hfds/{name} has no split called {names[0]!r} ({_first_line(error)}): choose with {request.option}"
+                ) from error
+        else:
+            homes = datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE, HF_HUB_CACHE
+            folders = [str(folder) for folder in (name, cache, *homes) if folder]
+            return HuggingFaceSource(samples, f"hfds/{name}", folders)
+    raise AssertionError("the last name either opens or raises")
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from timm.data import Mixup
 from torch import Tensor, nn
 
+from ..training.batching import BatchPlan
 from ..training.config import require
 from ..training.creation import check_model_name
 from ..training.data import TrainingData
@@ -84,6 +85,9 @@ class Classification:
 
     def __init__(self, config: ClassificationConfig) -> None:
         self.config = config
+        self.batch_size, self.workers = config.data.batch_size, config.data.workers
+        # Mixup pairs the images of a batch.
+        self.batch_multiple = 2 if config.augment.mixes else 1
         check_model_name(config.model.name)
         self.spec = input_spec(config.model)
         self.training_source = open_source(config.data, training=True)
@@ -102,7 +106,7 @@ class Classification:
         """See Task.build_model."""
         return build_model(self.config.model, self.num_classes)
 
-    def training_data(self, process: int, processes: int) -> TrainingData:
+    def training_data(self, plan: BatchPlan) -> TrainingData:
         """See Task.training_data."""
         return training_batches(
             self.training_source,
@@ -112,8 +116,7 @@ class Classification:
             self.config.data,
             self.config.augment.repeats,
             self.config.run.seed,
-            process,
-            processes,
+            plan,
         )
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:

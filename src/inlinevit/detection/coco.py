@@ -1,6 +1,5 @@
 """Images and objects in COCO's format: opened, checked, and read one image at a time."""
 
-import json
 import math
 import os
 import pickle
@@ -19,7 +18,8 @@ from PIL import Image, ImageOps
 from pycocotools import mask as coco_masks
 from torch import Tensor
 
-from ..images import bombs_refused, in_colours, shows_something, why_unusable
+from ..files import read_json
+from ..images import bombs_refused, in_colours, open_image, shows_something, why_unusable
 from .config import DetectionDataConfig
 
 # A record of an image, an annotation or a category, as it is in the file.
@@ -148,13 +148,13 @@ class CocoSource:
         record = self.images[index]
         size = record["width"], record["height"]
         try:
-            with bombs_refused(), Image.open(self.folder / record["file_name"]) as opened:
+            with bombs_refused(), open_image(self.folder / record["file_name"]) as opened:
                 image = opened if opened.size == size else ImageOps.exif_transpose(opened)
                 if image.size != size:
                     raise ValueError(
                         f"it has {opened.width} × {opened.height} pixels, but {size[0]} × {size[1]} by its record"
                     )
-                return in_colours(image, "RGB")
+                return in_colours(image, "RGB", stored=opened)
         # A broken file can make Pillow raise anything.
         except Exception as error:
             problem = why_unusable(self.name(index), error)
@@ -240,9 +240,10 @@ def open_coco(config: DetectionDataConfig, training: bool) -> CocoSource:
     folder = home / split if images is None else Path(images).expanduser()
     layout = f"check --data.path and --data.{part}_split, or name it with --data.{part}"
     if not file.is_file():
-        raise FileNotFoundError(f"no file of annotations at {file}: {layout}_annotations")
+        raise FileNotFoundError(f"no file of annotations at {file} ({_splits(home)}): {layout}_annotations")
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder of images at {folder}: {layout}_folder")
+        splits = f" ({_splits(home)})" if images is None else ""
+        raise FileNotFoundError(f"no folder of images at {folder}{splits}: {layout}_folder")
     source = CocoSource(file, folder, limit)
     if training and source.without_area:
         count = len(source.without_area)
@@ -255,10 +256,16 @@ def open_coco(config: DetectionDataConfig, training: bool) -> CocoSource:
     return source
 
 
+def _splits(home: Path) -> str:
+    """Which splits have annotations, for messages."""
+    names = sorted(file.stem.removeprefix("instances_") for file in home.glob("annotations/instances_*.json"))
+    return f"the splits are {', '.join(names)}" if names else "there are no splits"
+
+
 def _read(file: Path) -> Record:
     """The content of a file of annotations."""
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}): copy it anew, or name another file") from error
     if not isinstance(content, dict):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ..training.batching import BatchPlan
 from ..training.data import EvaluationData, GroupedOrder, ShardedOrder, ShuffledData, TrainingData, require_a_batch
 from .coco import CocoSource
 from .config import DetectionAugmentConfig, DetectionDataConfig
@@ -81,35 +82,35 @@ def training_batches(
     augment: DetectionAugmentConfig,
     config: DetectionDataConfig,
     seed: int,
-    process: int,
-    processes: int,
+    plan: BatchPlan,
 ) -> TrainingData:
     """Batches (images, targets) of one process, in an order that comes back.
 
     Args:
         source: Where the images come from.
         augment: How they are varied.
-        config: Size of batches, number of workers, whether images are grouped.
+        config: Whether images are grouped.
         seed: The run's seed.
-        process: This process.
-        processes: How many there are.
+        plan: Size of batches, number of workers, which share of each batch.
     """
     samples = DetectionSamples(source, training_transform(augment), augment.copy_paste)
     order: ShardedOrder
+    dealing = {"seed": seed, "process": plan.process, "processes": plan.processes}
     # Squares of large-scale jitter are all alike.
     if config.group_by_aspect and augment.scale_jitter is None:
         lying = [int(source.aspect(index) >= 1) for index in range(len(source))]
-        order = GroupedOrder(lying, config.batch_size, seed=seed, process=process, processes=processes)
+        drawn_batch = plan.drawn_batch_size * plan.drawn_processes
+        order = GroupedOrder(lying, plan.batch_size, drawn_batch=drawn_batch, **dealing)
     else:
-        order = ShardedOrder(len(source), config.batch_size, seed=seed, process=process, processes=processes)
-    require_a_batch(len(order), len(source), config.batch_size, processes)
-    return ShuffledData(samples, order, workers=config.workers, collate=collate)
+        order = ShardedOrder(len(source), plan.batch_size, **dealing)
+    require_a_batch(len(order), len(source), plan.batch_size, plan.processes)
+    return ShuffledData(samples, order, workers=plan.workers, collate=collate)
 
 
 def evaluation_batches(source: CocoSource, config: DetectionDataConfig, process: int, processes: int) -> EvaluationData:
     """Images (index, image) of one process, one at a time; over all processes, every image comes once.
 
-    An image is (3, height, width) of bytes, neither resized nor normalised. Arguments as for `training_batches`.
+    An image is (3, height, width) of bytes, neither resized nor normalised.
     """
     return EvaluationData(
         EvaluationImages(source), 1, workers=config.workers, collate=alone, process=process, processes=processes

@@ -1,11 +1,11 @@
 """Detectors that are ready to use, out of a training run."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
+from ..files import read_json
 from ..models._weight_files import read_state_dict
 from ..training.creation import load_weights
 from ..training.runs import RUN_CATEGORIES, run_config, run_weights
@@ -53,7 +53,7 @@ def read_categories(file: Path) -> list[Category]:
     """The categories that a run was trained on, in the order of their labels."""
     remedy = "restore it from the run, or train anew"
     try:
-        records = json.loads(file.read_text())
+        records = read_json(file)
         categories = [Category(int(record["id"]), str(record["name"])) for record in records]
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{file} is missing: {remedy}") from error

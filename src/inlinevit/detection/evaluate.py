@@ -20,6 +20,7 @@ from ..training.config import require
 from ..training.files import finite, make_folder, space_for
 from ..training.runs import run_config
 from ..training.setup import evaluation_accelerator
+from ..training.state import unsharded
 from .coco import Category, CocoSource, Record, open_coco
 from .config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
 from .data import evaluation_batches
@@ -91,11 +92,12 @@ def collect_results(
     # The bare model: DistributedDataParallel would wait for processes whose share is smaller.
     bare = accelerator.unwrap_model(model)
     found: list[tuple[int, list[Record]]] = []
-    for index, image in batches:
-        with accelerator.autocast():
-            answer = find_objects(bare, image.to(accelerator.device, non_blocking=True))
-        height, width = image.shape[-2:]
-        found.append((index, to_results(answer, source.images[index]["id"], (height, width), categories)))
+    with unsharded(bare):
+        for index, image in batches:
+            with accelerator.autocast():
+                answer = find_objects(bare, image.to(accelerator.device, non_blocking=True))
+            height, width = image.shape[-2:]
+            found.append((index, to_results(answer, source.images[index]["id"], (height, width), categories)))
     by_image = sorted(gather_object(found), key=lambda one: one[0])
     return [result for _, results in by_image for result in results]
 

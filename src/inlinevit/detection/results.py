@@ -2,12 +2,10 @@
 
 import contextlib
 import io
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +17,7 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 
+from ..files import read_json
 from .coco import Category, Record, what_is_wrong_with_rle
 from .model import DetectorTransform
 
@@ -216,7 +215,7 @@ def read_results(files: Sequence[str], ground_truth: Record) -> list[Record]:
     results = []
     for file in files:
         try:
-            content = json.loads(Path(file).read_bytes())
+            content = read_json(file)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"no file at {file}: name results in COCO's format with --results") from error
         except ValueError as error:

@@ -6,6 +6,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..training.batching import BatchPlan
 from ..training.config import require
 from ..training.creation import check_model_name
 from ..training.data import TrainingData
@@ -28,9 +29,11 @@ class Detection:
 
     metric = "box_AP"
     greater_is_better = True
+    batch_multiple = 1
 
     def __init__(self, config: DetectionConfig) -> None:
         self.config = config
+        self.batch_size, self.workers = config.data.batch_size, config.data.workers
         check_model_name(config.model.backbone)
         self.training_source = open_coco(config.data, training=True)
         self.evaluation_source = open_coco(config.data, training=False)
@@ -51,10 +54,10 @@ class Detection:
         """See Task.build_model."""
         return build_detector(self.config.model, self.num_classes)
 
-    def training_data(self, process: int, processes: int) -> TrainingData:
+    def training_data(self, plan: BatchPlan) -> TrainingData:
         """See Task.training_data."""
         config = self.config
-        return training_batches(self.training_source, config.augment, config.data, config.run.seed, process, processes)
+        return training_batches(self.training_source, config.augment, config.data, config.run.seed, plan)
 
     def loss(self, model: nn.Module, batch: tuple[list[Tensor], list[dict[str, Tensor]]]) -> Tensor:
         """See Task.loss."""

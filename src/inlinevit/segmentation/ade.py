@@ -13,7 +13,7 @@ from PIL import Image
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 
-from ..images import bombs_refused, find_images, in_colours, shows_something, why_unusable
+from ..images import bombs_refused, find_images, in_colours, open_image, shows_something, why_unusable
 from .config import SegmentationDataConfig
 from .labels import LabelMap
 
@@ -132,7 +132,11 @@ def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool) -
     for kind in ("images", "annotations"):
         place = home / kind / split
         if not place.is_dir():
-            raise FileNotFoundError(f"no folder of {kind} at {place}: check --data.path and --data.{part}_split")
+            found = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
+            splits = f"the splits are {', '.join(found)}" if found else "there are no splits"
+            raise FileNotFoundError(
+                f"no folder of {kind} at {place} ({splits}): check --data.path and --data.{part}_split"
+            )
     return AdeSource(home, split, labels, limit)
 
 
@@ -146,8 +150,10 @@ def _by_stem(folder: Path, ending: str | None = None) -> dict[str, str]:
     found: dict[str, str] = {}
     for file, problem in find_images([str(folder)]).items():
         stem, own_ending = os.path.splitext(os.path.relpath(file, folder))
-        if problem or ending not in (None, own_ending.lower()):
+        if file == str(folder) or ending not in (None, own_ending.lower()):
             continue
+        if problem:
+            raise ValueError(f"{file} cannot be used ({problem}): copy it again, or remove it")
         if stem in found:
             raise ValueError(f"{found[stem]} and {file} have one name, so they cannot be told apart: rename one")
         found[stem] = file
@@ -158,7 +164,7 @@ def _by_stem(folder: Path, ending: str | None = None) -> dict[str, str]:
 def _opened(file: str) -> Iterator[ImageFile]:
     """An image file, not yet decoded; whatever goes wrong with it comes out with its name."""
     try:
-        with bombs_refused(), Image.open(file) as image:
+        with bombs_refused(), open_image(file) as image:
             yield image
     # A broken file can make Pillow raise anything.
     except Exception as error:

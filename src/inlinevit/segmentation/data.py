@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ..training.batching import BatchPlan
 from ..training.data import EvaluationData, ShardedOrder, ShuffledData, TrainingData, require_a_batch
 from .ade import AdeSource
 from .config import SegmentationAugmentConfig, SegmentationDataConfig
@@ -58,25 +59,21 @@ def collate(samples: list[Sample]) -> Sample:
 def training_batches(
     source: AdeSource,
     augment: SegmentationAugmentConfig,
-    config: SegmentationDataConfig,
     seed: int,
-    process: int,
-    processes: int,
+    plan: BatchPlan,
 ) -> TrainingData:
     """Batches (images, labels) of one process, in an order that comes back.
 
     Args:
         source: Where the images come from.
         augment: How they are varied.
-        config: Size of batches, number of workers.
         seed: The run's seed.
-        process: This process.
-        processes: How many there are.
+        plan: Size of batches, number of workers, which share of each batch.
     """
-    order = ShardedOrder(len(source), config.batch_size, seed=seed, process=process, processes=processes)
-    require_a_batch(len(order), len(source), config.batch_size, processes)
+    order = ShardedOrder(len(source), plan.batch_size, seed=seed, process=plan.process, processes=plan.processes)
+    require_a_batch(len(order), len(source), plan.batch_size, plan.processes)
     samples = SegmentationSamples(source, training_transform(augment))
-    return ShuffledData(samples, order, workers=config.workers, collate=collate)
+    return ShuffledData(samples, order, workers=plan.workers, collate=collate)
 
 
 def evaluation_batches(
@@ -85,7 +82,6 @@ def evaluation_batches(
     """Single (index, image, labels) of one process; over all processes, every image comes once.
 
     An image is (3, height, width) and its labels are (height, width) of bytes, neither resized nor normalised.
-    Arguments as for `training_batches`.
     """
     return EvaluationData(
         EvaluationImages(source), 1, workers=config.workers, collate=itemgetter(0), process=process, processes=processes

@@ -19,6 +19,7 @@ from torch import nn
 from ..training.config import require
 from ..training.files import finite, make_folder, space_for
 from ..training.setup import evaluation_accelerator
+from ..training.state import unsharded
 from .ade import AdeSource, open_ade
 from .config import SegmentationDataConfig, SegmentationDataOptions, ViewConfig
 from .data import evaluation_batches
@@ -63,10 +64,11 @@ def evaluate(
     bare = accelerator.unwrap_model(model)
     device, classes = accelerator.device, len(source.labels.classes)
     confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-    for _, image, truth in batches:
-        with accelerator.autocast():
-            answer = label(bare, image, view, mean_std, device)
-        confusion += count_pixels(truth.to(device), answer, classes)
+    with unsharded(bare):
+        for _, image, truth in batches:
+            with accelerator.autocast():
+                answer = label(bare, image, view, mean_std, device)
+            confusion += count_pixels(truth.to(device), answer, classes)
     return SegmentationEvaluation(accelerator.reduce(confusion, "sum").cpu(), len(source))
 
 

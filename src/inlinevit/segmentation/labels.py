@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..files import read_yaml
 from ..training.config import did_you_mean
 from .config import SegmentationDataConfig
 
@@ -184,11 +184,9 @@ def read_labels(file: str | Path) -> LabelMap:
     if not path.is_file():
         raise FileNotFoundError(f"no file of labels at {path}: name another one with --data.labels")
     try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path} is no YAML ({' '.join(str(error).split())}): mend it, or name another file"
-        ) from error
+        plain = read_yaml(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is no YAML ({error}): mend it, or name another file") from error
     return LabelMap.from_plain(plain, path)
 
 

@@ -1,11 +1,11 @@
 """Models that label pixels and are ready to use, out of a training run."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
+from ..files import read_json
 from ..models._weight_files import read_state_dict
 from ..training.backbone import mean_and_std
 from ..training.creation import load_weights
@@ -58,7 +58,7 @@ def read_run_labels(file: Path) -> LabelMap:
     """The classes that a run was trained on, in the order of their indices, and their values in files."""
     remedy = "restore it from the run, or train anew"
     try:
-        return LabelMap.from_plain(json.loads(file.read_text()), file)
+        return LabelMap.from_plain(read_json(file), file)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{file} is missing: {remedy}") from error
     except ValueError as error:

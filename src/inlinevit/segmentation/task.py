@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..training.backbone import mean_and_std
+from ..training.batching import BatchPlan
 from ..training.creation import check_model_name
 from ..training.data import TrainingData
 from .ade import open_ade
@@ -27,9 +28,11 @@ class Segmentation:
 
     metric = "miou"
     greater_is_better = True
+    batch_multiple = 1
 
     def __init__(self, config: SegmentationConfig) -> None:
         self.config = config
+        self.batch_size, self.workers = config.data.batch_size, config.data.workers
         check_model_name(config.model.backbone)
         self.mean_std = mean_and_std(config.model.backbone)
         self.labels = open_labels(config.data, config.model.num_classes)
@@ -40,10 +43,10 @@ class Segmentation:
         """See Task.build_model."""
         return build_segmenter(self.config.model, len(self.labels.classes))
 
-    def training_data(self, process: int, processes: int) -> TrainingData:
+    def training_data(self, plan: BatchPlan) -> TrainingData:
         """See Task.training_data."""
         config = self.config
-        return training_batches(self.training_source, config.augment, config.data, config.run.seed, process, processes)
+        return training_batches(self.training_source, config.augment, config.run.seed, plan)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """See Task.loss."""

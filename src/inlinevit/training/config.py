@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
+from ..files import read_yaml
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -209,7 +209,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-# What may change when a run goes on from a checkpoint, because the finished weights do not depend on it.
+# What may change when a run is resumed, because the finished weights do not depend on it.
 FREE_TO_CHANGE = (
     "data.path",
     "data.eval_path",
@@ -228,6 +228,12 @@ FREE_TO_CHANGE = (
     "run.resume",
     "run.trackers",
 )
+
+# Defaults that older versions have written into config.yaml, which are null today.
+FORMER_DEFAULTS = {"data.train_split": "train", "data.eval_split": "validation"}
+
+# What may change if it comes to the same total batch.
+BATCH_SETTINGS = ("data.batch_size", "run.accumulate")
 
 
 def to_plain(config: Any) -> dict[str, Any]:
@@ -274,8 +280,8 @@ def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_plain(file: Path) -> dict[str, Any]:
     """The plain configuration that a run has left."""
     try:
-        plain = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        plain = read_yaml(file)
+    except (OSError, ValueError):
         plain = None
     if not isinstance(plain, dict):
         raise ValueError(
@@ -285,21 +291,26 @@ def read_plain(file: Path) -> dict[str, Any]:
     return plain
 
 
-def check_unchanged(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on with a run under settings that would make it another one.
+def check_unchanged(before: dict[str, Any], now: dict[str, Any], is_same_batch: bool = False) -> None:
+    """Refuse to resume a run under settings that would make it another one.
 
     Args:
-        before: The plain configuration that it began with.
-        now: The plain configuration that it is to go on with.
+        before: The plain configuration that it was started with.
+        now: The plain configuration that it is to be resumed with.
+        is_same_batch: Whether the settings come to the same total batch as they are; how it is dealt out may change.
     """
     old, new = flattened(before), flattened(now)
+    free = {*FREE_TO_CHANGE, *(BATCH_SETTINGS if is_same_batch else ())}
+    for name, former in FORMER_DEFAULTS.items():
+        if old.get(name) == former and name in new and new[name] is None:
+            old[name] = None
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
-        if name not in FREE_TO_CHANGE and old.get(name) != new.get(name)
+        if name not in free and old.get(name) != new.get(name)
     ]
     require(
         not changed,
         f"{now['run']['output']} holds a run with other settings ({'; '.join(changed)}): choose another --run.output, "
-        "or begin anew with --run.resume never",
+        "or start over with --run.resume never",
     )

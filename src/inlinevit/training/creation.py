@@ -15,9 +15,17 @@ from torch import Tensor, nn
 from ..models._weight_files import FLOATS, classes_of_head, describe, require_floats, shorten
 from .config import did_you_mean
 
+# Arguments of timm.create_model that say where weights come from: addresses, files, folders.
+WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
 
 def check_model_name(name: str) -> None:
     """Refuse a model that neither we nor timm have, and name those that are called alike."""
+    if ":" in name:
+        # timm would fetch what such a name says, or read it from a folder.
+        raise ValueError(
+            f"{name!r:.100} names a source, but a model is named by its architecture: see `inlinevit models`"
+        )
     if not is_model(name):
         near = did_you_mean(split_model_name_tag(name)[0], timm.list_models())
         hint = near or "`inlinevit models` lists ours, timm.list_models() all"
@@ -60,6 +68,8 @@ def create_model(
         ValueError: There is no such option.
     """
     for option in options:
+        if option in WEIGHT_OPTIONS:
+            raise ValueError(f"{option} stands in model.options: name weights with model.checkpoint instead")
         if option in own_words:
             raise ValueError(f"{option} stands in model.options: set model.{own_words[option]} instead")
     # timm passes over those that are None.

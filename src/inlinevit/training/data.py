@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .batching import BatchPlan
 from .seeding import SEEDS, generators_kept, seed_of, set_cpu_seed
 
 # A sample's index, and the seed that it is augmented with.
@@ -212,16 +213,26 @@ class ShardedOrder:
         process: This process.
         processes: How many there are.
         repeats: How often a sample comes in a row, each time augmented anew; an epoch has as many samples as without.
+        drawn_batch: Samples of all processes that are drawn together; None = those of a batch of each process.
     """
 
     def __init__(
-        self, length: int, batch_size: int, *, seed: int, process: int = 0, processes: int = 1, repeats: int = 1
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        seed: int,
+        process: int = 0,
+        processes: int = 1,
+        repeats: int = 1,
+        drawn_batch: int | None = None,
     ) -> None:
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.process, self.processes, self.repeats = process, processes, repeats
+        self.drawn_batch = batch_size * processes if drawn_batch is None else drawn_batch
 
     def __len__(self) -> int:
-        return self.length // (self.batch_size * self.processes)
+        return self.length // self.drawn_batch * self.drawn_batch // (self.batch_size * self.processes)
 
     def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The samples of all processes in the order of an epoch, total batch after total batch, and their seeds."""
@@ -249,6 +260,7 @@ class GroupedOrder(ShardedOrder):
         process: This process.
         processes: How many there are.
         repeats: As for ShardedOrder.
+        drawn_batch: As for ShardedOrder; the samples that are drawn together are of one group.
     """
 
     def __init__(
@@ -260,14 +272,23 @@ class GroupedOrder(ShardedOrder):
         process: int = 0,
         processes: int = 1,
         repeats: int = 1,
+        drawn_batch: int | None = None,
     ) -> None:
-        super().__init__(len(groups), batch_size, seed=seed, process=process, processes=processes, repeats=repeats)
+        super().__init__(
+            len(groups),
+            batch_size,
+            seed=seed,
+            process=process,
+            processes=processes,
+            repeats=repeats,
+            drawn_batch=drawn_batch,
+        )
         self.groups = torch.tensor(groups)
 
     def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         """See ShardedOrder.draw."""
         order, seeds = super().draw(epoch)
-        total = self.batch_size * self.processes
+        total = self.drawn_batch
         drawn = self.groups[order]
         pure, left = [], []
         for group in self.groups.unique():
@@ -276,7 +297,7 @@ class GroupedOrder(ShardedOrder):
             pure.append(members[:filled])
             left.append(members[filled:])
         # Sorted, what is left comes as it was drawn, so the last of it, which fills no batch, is of any group.
-        batches = torch.cat([*pure, torch.cat(left).sort().values])[: len(self) * total].view(-1, total)
+        batches = torch.cat([*pure, torch.cat(left).sort().values])[: self.length // total * total].view(-1, total)
         turns, _ = draw_order(len(batches), 1, seed_of(self.seed, epoch, 1))
         places = batches[turns].flatten()
         return order[places], seeds[places]
@@ -291,11 +312,16 @@ class PlacesReader:
 
     def __call__(self, places: list[Place]) -> Any:
         """The batch of these places."""
-        drawn = []
-        for index, seed in places:
-            set_cpu_seed(seed)
-            drawn.append(self.samples[index])
-        return self.collate(drawn)
+        return self.collate(draw_samples(self.samples, places))
+
+
+def draw_samples(samples: Samples, places: list[Place]) -> list[Any]:
+    """The samples at some places, each drawn with its seed."""
+    drawn = []
+    for index, seed in places:
+        set_cpu_seed(seed)
+        drawn.append(samples[index])
+    return drawn
 
 
 class ShuffledData:
@@ -428,14 +454,18 @@ class StreamReader:
 
     def __call__(self, request: StreamRequest) -> Any:
         """The batch of this request."""
+        return self.collate(self.draw(request, 0, self.order.batch_size))
+
+    def draw(self, request: StreamRequest, start: int, stop: int) -> list[Any]:
+        """Some of the samples of a batch."""
         window, inside = self.order.find(request)
         if window != self.window:
             self.window = None
-            self.read_batch = PlacesReader(self.stream.samples(self.read(window)), self.collate)
+            self.samples = self.stream.samples(self.read(window))
             self.places = self.order.places(window)
             self.window = window
         size = self.order.batch_size
-        return self.read_batch(self.places[inside * size : (inside + 1) * size])
+        return draw_samples(self.samples, self.places[inside * size : (inside + 1) * size][start:stop])
 
     def read(self, window: Window) -> list[Any]:
         """What is stored of the samples of a window."""
@@ -456,21 +486,117 @@ class StreamReader:
             first = max(0, first - length)
 
 
+@dataclass(frozen=True)
+class StreamPiece:
+    """Some samples of a batch of a stream.
+
+    Attributes:
+        process: The process for which the order has the batch.
+        request: The batch.
+        start: Its first sample.
+        stop: The end of its samples.
+    """
+
+    process: int
+    request: StreamRequest
+    start: int
+    stop: int
+
+
+class DealtStreamOrder:
+    """The order of a stream, drawn for some processes and dealt out to others.
+
+    Args:
+        orders: The order of each process that it was drawn for.
+        batch_size: Samples in a batch of one process.
+        process: This process.
+        processes: How many there are.
+    """
+
+    def __init__(self, orders: Sequence[StreamOrder], batch_size: int, *, process: int, processes: int) -> None:
+        self.orders, self.batch_size, self.process, self.processes = orders, batch_size, process, processes
+
+    def __len__(self) -> int:
+        samples = len(self.orders[0]) * self.orders[0].batch_size * len(self.orders)
+        return samples // (self.batch_size * self.processes)
+
+    def requests(self, epoch: int, start: int) -> Iterator[list[StreamPiece]]:
+        """The pieces of each batch of an epoch, without the first `start` batches."""
+        for batch in range(start, len(self)):
+            first = (batch * self.processes + self.process) * self.batch_size
+            yield list(self.pieces(epoch, first, first + self.batch_size))
+
+    def pieces(self, epoch: int, first: int, end: int) -> Iterator[StreamPiece]:
+        """The samples of an epoch from `first` to `end`, counted over all processes, batch after batch."""
+        size = self.orders[0].batch_size
+        while first < end:
+            number, start = divmod(first, size)
+            batch, process = divmod(number, len(self.orders))
+            stop = min(size, start + end - first)
+            yield StreamPiece(process, (epoch, batch), start, stop)
+            first += stop - start
+
+
+class DealtStreamReader:
+    """Makes the batches of a stream whose order was drawn for other processes.
+
+    Args:
+        stream: The stream.
+        order: Which samples, in which order.
+        collate: From samples to a batch.
+    """
+
+    def __init__(self, stream: Stream, order: DealtStreamOrder, collate: Collate) -> None:
+        self.stream, self.order, self.collate = stream, order, collate
+        # One for each stretch of the row that this worker reads.
+        self.readers: dict[tuple[int, int], StreamReader] = {}
+
+    def __call__(self, pieces: list[StreamPiece]) -> Any:
+        """The batch of these pieces."""
+        return self.collate([sample for piece in pieces for sample in self.draw(piece)])
+
+    def draw(self, piece: StreamPiece) -> list[Any]:
+        """The samples of a piece."""
+        order = self.order.orders[piece.process]
+        key = piece.process, piece.request[1] % order.stretches
+        reader = self.readers.get(key)
+        if reader is None:
+            reader = self.readers[key] = StreamReader(self.stream, order, self.collate)
+        return reader.draw(piece.request, piece.start, piece.stop)
+
+
 class StreamedData:
     """Training data that are read in a row.
 
     Args:
         stream: The data.
-        order: Which samples, in which order.
-        workers: Processes that read samples, as many as the order was made for; 0 = this one.
+        plan: Which share of each batch, and what the order is drawn for.
+        seed: The run's seed.
+        repeats: See StreamOrder.
         collate: From samples to a batch.
+        window: See StreamOrder.
     """
 
-    def __init__(self, stream: Stream, order: StreamOrder, *, workers: int, collate: Collate) -> None:
-        assert order.stretches == max(1, workers)
-        self.batch_size = order.batch_size
-        self.order = order
-        self.loader = BatchLoader(StreamReader(stream, order, collate), workers=workers, keep_workers=True)
+    def __init__(
+        self, stream: Stream, plan: BatchPlan, *, seed: int, repeats: int, collate: Collate, window: int = 2048
+    ) -> None:
+        self.batch_size = plan.batch_size
+        orders = [
+            StreamOrder(
+                stream.lengths,
+                plan.drawn_batch_size,
+                seed=seed,
+                process=process,
+                processes=plan.drawn_processes,
+                workers=plan.drawn_workers,
+                repeats=repeats,
+                window=window,
+            )
+            for process in range(plan.drawn_processes)
+        ]
+        self.order = DealtStreamOrder(orders, plan.batch_size, process=plan.process, processes=plan.processes)
+        reader = DealtStreamReader(stream, self.order, collate)
+        self.loader = BatchLoader(reader, workers=plan.workers, keep_workers=True)
 
     def __len__(self) -> int:
         return len(self.order)

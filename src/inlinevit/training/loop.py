@@ -3,24 +3,21 @@
 import math
 import signal
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import safetensors.torch
 import torch
-import yaml
 from accelerate.utils import broadcast, send_to_device
 from torch import nn
 
 from .autopsy import write_autopsy
-from .checkpoints import CheckpointFolder, Progress, damage, read_progress, read_state, read_weights, set_aside
-from .config import TrainConfig, check_unchanged, read_plain, require, to_plain
-from .files import finite, make_folder, replace_bytes, replace_json
+from .batching import BatchPlan
+from .checkpoints import Progress, read_progress
+from .config import TrainConfig, require
+from .files import finite, replace_bytes, replace_json
 from .log import RunLog
+from .run_folder import RunFolder
 from .seeding import seed_of, set_seed
 from .setup import (
     checkpoint_gradients,
@@ -28,9 +25,11 @@ from .setup import (
     make_average,
     make_optimizer,
     make_scheduler,
+    shard_model,
     synchronize_norms,
 )
-from .state import get_state, get_weights, own_weights, set_state, set_weights
+from .signals import StopRequest
+from .state import get_weights, own_weights
 from .task import Task
 
 
@@ -66,45 +65,98 @@ class Trainer:
     def __init__(self, task: Task, config: TrainConfig) -> None:
         self.task, self.config = task, config
         run = config.run
-        self.output = Path(run.output)
         set_seed(seed_of(run.seed))
         model: Any = task.build_model()
-        self.accelerator = make_accelerator(run, model)
+        self.accelerator = make_accelerator(run)
+        self.folder = RunFolder(config, self.accelerator)
+        self.output = self.folder.path
         if run.sync_batch_norm:
             model = synchronize_norms(model, self.accelerator)
         if run.checkpoint_gradients:
             checkpoint_gradients(model)
-        self.data = task.training_data(self.accelerator.process_index, self.accelerator.num_processes)
-        self.steps_per_epoch = len(self.data) // run.accumulate
-        self.total_batch = self.data.batch_size * self.accelerator.num_processes * run.accumulate
+        self.progress, self.plan = self.plan_batches()
+        self.accelerator.gradient_accumulation_steps = self.plan.grad_accum_steps
+        self.total_batch = self.plan.total_batch
+        self.data = task.training_data(self.plan)
+        self.steps_per_epoch = len(self.data) // self.plan.grad_accum_steps
         require(
             self.steps_per_epoch > 0,
             f"the training data do not fill one step of {self.total_batch} samples: choose a smaller --data.batch_size "
             "or --run.accumulate",
         )
+        if run.fsdp:
+            model = shard_model(model, self.accelerator)
         optimizer = make_optimizer(model, config.optimizer, self.total_batch)
         self.scheduler, self.total_steps = make_scheduler(
             optimizer, config.schedule, config.optimizer, self.total_batch, self.steps_per_epoch
         )
         if run.compile:
             model.compile()
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        # A sharded model synchronizes its gradients by itself.
+        self.model = self.accelerator.prepare_model(model, evaluation_mode=run.fsdp)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.average = make_average(self.bare_model, run, self.total_batch)
-        self.checkpoints = CheckpointFolder(self.output / "checkpoints", run.keep)
-        self.progress = Progress(total_batch=self.total_batch, steps_per_epoch=self.steps_per_epoch)
-        self.stop_signal: int | None = None
+        self.check_progress()
+        self.stop = StopRequest()
+
+    def plan_batches(self) -> tuple[Progress, BatchPlan]:
+        """How far the run has come, and how samples are dealt out from here on."""
+        task, path = self.task, self.folder.resume_path
+        plan = BatchPlan.first(
+            task.batch_size,
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+            grad_accum_steps=self.config.run.accumulate,
+            workers=task.workers,
+        )
+        self.configured_batch = plan.total_batch
+        if path is not None:
+            progress = read_progress(path)
+            return progress, plan.resumed(progress, task.batch_multiple)
+        progress = Progress(
+            total_batch=plan.total_batch,
+            processes=plan.processes,
+            batch_size=plan.batch_size,
+            workers=plan.workers,
+        )
+        return progress, plan
+
+    def check_progress(self) -> None:
+        """Refuse a checkpoint that is not of this training."""
+        path, before, now = self.folder.resume_path, self.progress.steps_per_epoch, self.steps_per_epoch
+        if path is None:
+            self.progress.steps_per_epoch = now
+            return
+        require(
+            before == now,
+            f"{path} has {before} steps in an epoch and this run {now}: use the training data it was written with",
+        )
+        require(
+            self.progress.step <= self.total_steps,
+            f"{path} is at step {self.progress.step}, and this run has {self.total_steps}: make the schedule longer",
+        )
 
     @property
     def bare_model(self) -> nn.Module:
         """The model without what distributed training wraps around it."""
         return self.accelerator.unwrap_model(self.model)
 
+    @property
+    def trained(self) -> tuple[nn.Module, nn.Module | None, Any]:
+        """What training changes: the model, the one with averaged weights, if there is one, and the optimizer."""
+        return self.model, None if self.average is None else self.average.module, self.optimizer
+
     def run(self) -> dict[str, float]:
         """Train to the end, from the beginning or from where a checkpoint left off; returns the last metrics."""
-        self.begin()
+        with self.folder.claimed():
+            self.folder.begin(self.progress, self.task.notes(), *self.trained, self.configured_batch)
+            return self.train()
+
+    def train(self) -> dict[str, float]:
+        """Train to the end; returns the last metrics."""
         self.saved_at = time.monotonic()
         batches: Iterator[Any] = iter(())
-        with RunLog(self.config, self.accelerator, self.progress, self.total_steps) as log, self.stoppable():
+        with RunLog(self.config, self.accelerator, self.progress, self.total_steps) as log, self.stop:
             first = self.progress.step
             if first > 0 and self.evaluation_is_due():
                 # The run ended before or in this evaluation.
@@ -113,19 +165,19 @@ class Trainer:
                 started = time.monotonic()
                 epoch, index = divmod(step, self.steps_per_epoch)
                 if index == 0 or step == first:
-                    batches = self.data.batches(epoch, index * self.config.run.accumulate)
+                    batches = self.data.batches(epoch, index * self.plan.grad_accum_steps)
                 loss = self.train_step(step, batches)
                 self.progress.step = step + 1
                 evaluate, is_last = self.evaluation_is_due(), step + 1 == self.total_steps
-                loss, stop, save = self.agree(loss, self.stop_signal is not None, self.checkpoint_is_due())
+                loss, stop, save = self.agree(loss, self.stop.signal_number is not None, self.checkpoint_is_due())
                 log.step(step + 1, loss, self.learning_rate, time.monotonic() - started)
                 if stop or save or evaluate:
                     self.save()
                 if stop and not is_last:
                     raise Stopped(
                         f"stopped after step {step + 1} of {self.total_steps}: --run.resume auto (the default) "
-                        f"goes on from the checkpoint in {self.output}",
-                        self.stop_signal or signal.SIGTERM,
+                        f"resumes from the checkpoint in {self.output}",
+                        self.stop.signal_number or signal.SIGTERM,
                     )
                 if evaluate:
                     self.evaluate(log)
@@ -146,7 +198,7 @@ class Trainer:
         self.scheduler.step_update(step)
         self.model.train()
         total = 0.0
-        for _ in range(self.config.run.accumulate):
+        for _ in range(self.plan.grad_accum_steps):
             batch = send_to_device(next(batches), self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
                 loss = self.task.loss(self.model, batch)
@@ -164,7 +216,7 @@ class Trainer:
             total += value
         if self.average is not None:
             self.average.update(self.bare_model, step=step)
-        return total / self.config.run.accumulate
+        return total / self.plan.grad_accum_steps
 
     def evaluate(self, log: RunLog) -> None:
         """Evaluate the averaged weights, if there are any, or the weights themselves; the checkpoint is written."""
@@ -182,8 +234,7 @@ class Trainer:
             self.progress.best, self.progress.best_step = value, step
         log.evaluation(step, metrics)
         log.line(step, metrics)
-        if self.accelerator.is_main_process:
-            self.checkpoints.note_evaluation(self.progress)
+        self.folder.note_evaluation(self.progress)
 
     def evaluation_is_due(self) -> bool:
         """Whether an evaluation is due after this step: every so many epochs or steps, and at the end."""
@@ -208,51 +259,9 @@ class Trainer:
         loss, *wishes = self.accelerator.reduce(own, "mean").tolist()
         return loss, wishes[0] > 0, wishes[1] > 0
 
-    def begin(self) -> None:
-        """Take up the checkpoint that the run is to go on from, if there is one, and write down what is run."""
-        choice, config = self.config.run.resume, to_plain(self.config)
-        if self.accelerator.is_main_process:
-            former = set_aside(self.output) if choice == "never" else None
-            if former:
-                warnings.warn(f"{self.output} held a run: it is now {former}", stacklevel=2)
-            make_folder(self.output)
-        self.accelerator.wait_for_everyone()
-        if choice not in ("auto", "never"):
-            require((Path(choice) / "manifest.json").exists(), f"{choice} is no checkpoint: name a step-… folder")
-            problem = damage(Path(choice))
-            require(problem is None, f"checkpoint {choice} is damaged: {problem}")
-            self.resume(Path(choice))
-        elif newest := self.checkpoints.newest_good():
-            check_unchanged(read_plain(self.output / "config.yaml"), config)
-            self.resume(newest)
-        steps = self.accelerator.gather(torch.tensor([self.progress.step], device=self.accelerator.device))
-        require(bool((steps == steps[0]).all()), f"{self.output} differs between machines: name a folder they share")
-        if self.accelerator.is_main_process:
-            self.checkpoints.go_on_from(self.progress)
-            replace_bytes(self.output / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
-            for name, content in self.task.notes().items():
-                replace_json(self.output / f"{name}.json", content)
-
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint."""
-        new, self.progress = self.progress, read_progress(path)
-        for name in ("total_batch", "steps_per_epoch"):
-            before, now = vars(self.progress)[name], vars(new)[name]
-            require(before == now, f"{path} has {name} {before} and this run {now}: use as many processes and samples")
-        set_weights(self.model, read_weights(path, "model"))
-        if self.average is not None:
-            set_weights(self.average.module, read_weights(path, "ema"))
-        set_state(self.model, self.optimizer, self.accelerator, read_state(path))
-
     def save(self) -> None:
         """Write a checkpoint."""
-        weights = {"model": get_weights(self.model)}
-        if self.average is not None:
-            weights["ema"] = get_weights(self.average.module)
-        state = get_state(self.model, self.optimizer, self.accelerator)
-        if self.accelerator.is_main_process:
-            self.checkpoints.save(self.progress, weights, state)
-        self.accelerator.wait_for_everyone()
+        self.folder.save(self.progress, *self.trained)
         self.saved_at = time.monotonic()
 
     def finish(self) -> None:
@@ -278,20 +287,3 @@ class Trainer:
             f"{what} in step {step} (learning rate {lr:.3g}, {state}): weights and batch are in {folder}; try a lower "
             "learning rate, a longer warm-up or gradient clipping"
         )
-
-    @contextmanager
-    def stoppable(self) -> Iterator[None]:
-        """A context in which SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGINT == self.stop_signal:
-                # Ctrl-C for the second time: the user does not want to wait.
-                raise KeyboardInterrupt
-            self.stop_signal = number
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -1,12 +1,16 @@
 """What a training run leaves in its folder, whatever its task: which configuration, which weights."""
 
+import os
 import warnings
 from pathlib import Path
 
-import yaml
+import torch
 
-from .checkpoints import CheckpointFolder, damage
+from ..files import read_yaml
+from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
 from .config import AnyConfig, from_plain
+from .files import replace_bytes
+from .lock import RUN_LOCK
 
 RUN_CONFIG = "config.yaml"
 RUN_WEIGHTS = "model.safetensors"
@@ -18,11 +22,54 @@ CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 RUN_CLASSES = "classes.json"
 RUN_CATEGORIES = "categories.json"
 RUN_LABELS = "labels.json"
+# What a run writes.
+RUN_FILES = (
+    RUN_CONFIG,
+    RUN_WEIGHTS,
+    RUN_CHECKPOINTS,
+    RUN_CLASSES,
+    RUN_CATEGORIES,
+    RUN_LABELS,
+    "metrics.jsonl",
+    "results.json",
+)
 TASKS = {
     RUN_CLASSES: ("classification", "inlinevit eval or inlinevit predict"),
     RUN_CATEGORIES: ("detection", "inlinevit detect eval or inlinevit detect predict"),
     RUN_LABELS: ("segmentation", "inlinevit segment eval or inlinevit segment predict"),
 }
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a training run."""
+    if (folder / RUN_CHECKPOINTS).is_dir() and next((folder / RUN_CHECKPOINTS).glob("step-*"), None):
+        return True
+    try:
+        config = read_yaml(folder / RUN_CONFIG)
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and {"optimizer", "schedule", "run"} <= config.keys()
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuse to rename a folder that is not that of a training run: it may hold anything."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another --run.output")
+    if folder.is_dir() and set(os.listdir(folder)) > {RUN_LOCK} and not is_run(folder):
+        raise ValueError(
+            f"{folder} is not the folder of a training run, so --run.resume never does not rename it: choose another "
+            "--run.output"
+        )
+
+
+def check_free_folder(folder: Path) -> None:
+    """Refuse a folder in which a run that starts would replace files that are not those of a run."""
+    taken = sorted(name for name in RUN_FILES if os.path.lexists(folder / name))
+    if taken and not is_run(folder):
+        raise ValueError(
+            f"{folder} holds {taken[0]}, which is not of a training run and would be replaced: choose another "
+            "--run.output"
+        )
 
 
 def run_config(kind: type[AnyConfig], run: str) -> AnyConfig:
@@ -52,8 +99,8 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
         path: The file.
     """
     try:
-        return from_plain(kind, yaml.safe_load(Path(path).read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, TypeError) as error:
+        return from_plain(kind, read_yaml(path))
+    except (ValueError, TypeError) as error:
         task = task_of(kind)
         for note, (other, commands) in TASKS.items():
             if other != task and Path(path).with_name(note).is_file():
@@ -93,4 +140,22 @@ def _weights_in(checkpoint: Path) -> Path:
     for name in CHECKPOINT_WEIGHTS:
         if (checkpoint / name).is_file():
             return checkpoint / name
+    if next(checkpoint.glob("shard-*.safetensors"), None) is not None:
+        return _merged(checkpoint)
     raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(CHECKPOINT_WEIGHTS)}: name a checkpoint or a file")
+
+
+def _merged(checkpoint: Path) -> Path:
+    """The weights of a sharded checkpoint in one file, which is written beside its checkpoints if it is not there."""
+    # Here, because torch.distributed takes its time, and sharded checkpoints are rare.
+    from .state import read_shards, shard_layout
+
+    checkpoint = checkpoint.resolve()
+    file = checkpoint.parent / f"{checkpoint.name}.safetensors"
+    if not file.is_file() or file.stat().st_mtime < (checkpoint / MANIFEST).stat().st_mtime:
+        layout = {name: value for name, value in shard_layout(checkpoint).items() if name.startswith("model.")}
+        tensors = {name: torch.empty_like(value, device="cpu") for name, value in layout.items()}
+        read_shards(checkpoint, tensors, prefix="model.")
+        weights = {name.removeprefix("model."): value for name, value in tensors.items()}
+        replace_bytes(file, pack_weights(weights))
+    return file

@@ -1,17 +1,19 @@
 """From a configuration to accelerate, timm's optimizer, timm's schedule and averaged weights."""
 
+import os
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from timm.layers import convert_sync_batchnorm
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from .config import OptimizerConfig, RunConfig, ScheduleConfig, did_you_mean, require
@@ -20,15 +22,34 @@ from .config import OptimizerConfig, RunConfig, ScheduleConfig, did_you_mean, re
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
 
 
-def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
+def join_restarted_job() -> None:
+    """Connect the processes of a job that torchrun has restarted.
+
+    The store in which they find each other is that of the former attempt, with the addresses of processes that are
+    gone. Under a prefix of their own, they do not see them.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False)
+    prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size)
+
+
+def make_accelerator(run: RunConfig) -> Accelerator:
     """One process or many, as the launcher says.
 
     Args:
         run: How the machine is used.
-        model: What will be trained; sharding is by its blocks.
     """
     if run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+    join_restarted_job()
     # Precision is shared by all accelerators of a process; a second run may want another one than the first.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
@@ -38,7 +59,6 @@ def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
         gradient_accumulation_steps=run.accumulate,
         log_with=list(run.trackers) or None,
         project_dir=run.output,
-        fsdp_plugin=make_fsdp_plugin(model) if run.fsdp else None,
         # timm's schedules are functions of the step, and the loop says when it is.
         step_scheduler_with_optimizer=False,
     )
@@ -48,8 +68,8 @@ def make_accelerator(run: RunConfig, model: nn.Module) -> Accelerator:
     on_cpu = accelerator.device.type == "cpu"
     require(run.precision != "fp16" or not on_cpu, "run.precision fp16 needs a GPU: choose bf16, or no")
     require(
-        not run.fsdp or accelerator.distributed_type == DistributedType.FSDP,
-        "run.fsdp needs processes with a GPU each: start it with torchrun or accelerate launch, or leave it out",
+        not run.fsdp or run.precision != "fp16",
+        "run.fsdp does not scale losses as fp16 needs it: use run.precision bf16",
     )
     return accelerator
 
@@ -60,6 +80,7 @@ def evaluation_accelerator(precision: str) -> Accelerator:
     Args:
         precision: "no", "bf16" or "fp16".
     """
+    join_restarted_job()
     # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
     accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
     # accelerate would compute in full precision, and say nothing.
@@ -88,14 +109,28 @@ def synchronize_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return convert_sync_batchnorm(model)
 
 
-def make_fsdp_plugin(model: nn.Module) -> FullyShardedDataParallelPlugin:
-    """Shard block by block. Our blocks, and nearly all of timm's, are of classes called …Block."""
-    names = {type(module).__name__ for module in model.modules()}
-    blocks = sorted(name for name in names if name.endswith("Block"))
+def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Shard the parameters of a model over the processes, block by block, in place.
+
+    Our blocks, and nearly all of timm's, are of classes called …Block.
+
+    Args:
+        model: The model; it is moved to the accelerator's device.
+        accelerator: The processes.
+    """
+    blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
     require(len(blocks) > 0, f"run.fsdp finds no blocks to shard by in {type(model).__name__}: train it without")
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=blocks
-    )
+    if not torch.distributed.is_initialized():
+        # A run that was started on several processes may be resumed on one.
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    model.to(accelerator.device)
+    # From the inside out, as fully_shard wants it: blocks may hold blocks.
+    for block in reversed(blocks):
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model
 
 
 def scaled(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float:

@@ -1,10 +1,18 @@
-"""Weights and states of models and optimizers, whole, however they are spread over processes."""
+"""Weights and states of models and optimizers, however they are spread over processes: into files and back."""
 
-from typing import Any
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -12,30 +20,79 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+from .checkpoints import FileEntry, pack_state, pack_weights, read_state, read_weights, sha256_of
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each process holds a part of the parameters only."""
+    """Whether each process holds only a part of the parameters."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """A context in which every process holds all parameters of a sharded model, and can run it on its own.
+
+    Processes with different numbers of images would otherwise wait for each other for ever. Every process must enter
+    and leave it. For a model that is not sharded, it does nothing.
+    """
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        yield
+    finally:
+        for place, part in enumerate(parts):
+            part.reshard()
+            # The first is the model itself, whose parameters are needed again at once in the backward pass.
+            part.set_reshard_after_forward(place > 0, recurse=False)
 
 
 def get_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights under the names of the bare model; with sharded ones, every process must call this."""
-    return _apart(get_model_state_dict(model, options=WHOLE))
+    return _apart(get_model_state_dict(model, options=FULL))
 
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Put all weights back."""
-    try:
-        set_model_state_dict(model, dict[str, Any](weights), options=WHOLE)
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())
+    """Put all weights back.
+
+    Raises:
+        ValueError: A weight is missing, unknown, or of another shape or type; the model is left as it was.
+    """
+    _check_weights(get_model_state_dict(model), weights)
+    set_model_state_dict(model, dict[str, Any](weights), options=FULL)
+
+
+def _check_weights(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse weights that are not those of a model.
+
+    Args:
+        own: The model's, by name.
+        given: Tensors, or whatever has a shape and a dtype.
+    """
+    for name in sorted(own.keys() | given.keys()):
+        ours, theirs = own.get(name), given.get(name)
+        if theirs is None:
+            problem = "is missing"
+        elif ours is None:
+            problem = "is unknown"
+        elif tuple(ours.shape) != tuple(theirs.shape) or ours.dtype != theirs.dtype:
+            problem = f"is {_describe(theirs)} in place of {_describe(ours)}"
+        else:
+            continue
         raise ValueError(
-            f"the checkpoint is of another model ({problem[:200]}): go on with the one it was written with"
-        ) from error
+            f"the checkpoint is of another model ({name[:100]} {problem}): resume with the one it was written with"
+        )
+
+
+def _describe(value: Any) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -49,20 +106,240 @@ def _apart(weights: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in own.items()}
 
 
-def get_state(model: nn.Module, optimizer: Any, accelerator: Accelerator) -> dict[str, Any]:
-    """What beside the weights a run needs to go on just as it was."""
-    bare = optimizer.optimizer
-    state = get_optimizer_state_dict(model, bare, options=WHOLE) if is_sharded(model) else bare.state_dict()
-    scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-    return {"optimizer": state, "scaler": scaler}
+def pack(model: nn.Module, average: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> dict[str, bytes]:
+    """The files of a checkpoint of a model that is not sharded.
+
+    Args:
+        model: The model.
+        average: The one with averaged weights, if there is one.
+        optimizer: The model's optimizer, as accelerate has prepared it.
+        accelerator: The processes.
+    """
+    weights = {"model.safetensors": pack_weights(get_weights(model))}
+    if average is not None:
+        weights["ema.safetensors"] = pack_weights(get_weights(average))
+    return {**weights, **pack_state({"optimizer": optimizer.optimizer.state_dict(), **_scaler_state(accelerator)})}
 
 
-def set_state(model: nn.Module, optimizer: Any, accelerator: Accelerator, state: dict[str, Any]) -> None:
-    """Put back what get_state gave."""
-    bare = optimizer.optimizer
+def restore(path: Path, model: nn.Module, average: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> None:
+    """Put back what is in a checkpoint, for sharded models and others.
+
+    Raises:
+        ValueError: It does not fit.
+    """
     if is_sharded(model):
-        set_optimizer_state_dict(model, bare, state["optimizer"], options=WHOLE)
-    else:
-        bare.load_state_dict(state["optimizer"])
-    if accelerator.scaler is not None and state["scaler"] is not None:
-        accelerator.scaler.load_state_dict(state["scaler"])
+        _load_shards(path, model, optimizer, accelerator)
+        return
+    weights = read_weights(path, "model")
+    _check_weights(get_model_state_dict(model), weights)
+    averaged = None if average is None else read_weights(path, "ema")
+    if average is not None and averaged is not None:
+        _check_weights(get_model_state_dict(average), averaged)
+    state = read_state(path)
+    if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
+        raise ValueError(f"checkpoint {path} does not hold the state of an optimizer: resume from another one")
+    try:
+        # The optimizer first, because finding out what its state looks like changes weights.
+        optimizer.optimizer.load_state_dict(_fitting(state["optimizer"], optimizer.optimizer))
+        _load_scaler(accelerator, state["scaler"])
+    except ValueError as error:
+        raise _misfit(path, error) from None
+    set_weights(model, weights)
+    if average is not None and averaged is not None:
+        set_weights(average, averaged)
+
+
+def _misfit(path: Path, error: ValueError) -> ValueError:
+    return ValueError(
+        f"the state in checkpoint {path} is not that of this run's optimizer ({error}): resume with the settings it "
+        "was written with, or from another checkpoint"
+    )
+
+
+def _scaler_state(accelerator: Accelerator) -> dict[str, Any]:
+    return {"scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict()}
+
+
+def _load_scaler(accelerator: Accelerator, state: Any) -> None:
+    own = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+    fitting = _like(own, state, "scaler")
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(fitting)
+
+
+def _fitting(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer, checked against what this one's looks like after a step, with tuples for lists.
+
+    Args:
+        state: What was read.
+        optimizer: It takes a step, which changes its state and its parameters.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    own = optimizer.state_dict()
+    if not isinstance(state, dict) or state.keys() != own.keys():
+        raise ValueError(f"it should have {', '.join(own)}")
+    fitting = {name: _like(own[name], state[name], name) for name in own if name != "state"}
+    by_parameter = state["state"]
+    if not isinstance(by_parameter, dict):
+        raise ValueError("it has no state of parameters")
+    shapes = dict(enumerate(tuple(parameter.shape) for parameter in parameters))
+    checked: dict[int, Any] = {}
+    for index, values in by_parameter.items():
+        if index not in own["state"] or not isinstance(values, dict):
+            raise ValueError(f"it has a state of parameter {index!r:.20}, which this optimizer does not have")
+        expected = own["state"][index]
+        if not expected.keys() <= values.keys():
+            raise ValueError(f"parameter {index} lacks {min(expected.keys() - values.keys())}")
+        checked[index] = {
+            # What an optimizer adds after some steps, such as Lookahead's slow weights, is like the parameter.
+            name: _like(expected.get(name, torch.empty(shapes[index])), value, f"{name} of parameter {index}")
+            for name, value in values.items()
+        }
+    return {**fitting, "state": checked}
+
+
+def _like(own: Any, given: Any, name: str) -> Any:
+    """What was read, if it is of the same type and shape as our own value; lists are made tuples where ours are.
+
+    Args:
+        own: Our value.
+        given: What was read.
+        name: For messages.
+    """
+    if isinstance(own, Tensor):
+        if not isinstance(given, Tensor) or given.shape != own.shape or given.dtype != own.dtype:
+            found = _describe(given) if isinstance(given, Tensor) else f"{given!r:.40}"
+            raise ValueError(f"{name} is {found} in place of {_describe(own)}")
+        return given
+    if isinstance(own, Mapping):
+        if not isinstance(given, dict) or given.keys() != own.keys():
+            raise ValueError(f"{name} should have {', '.join(map(str, own))}")
+        return {key: _like(own[key], given[key], f"{name} {key}") for key in own}
+    if isinstance(own, list | tuple):
+        if not isinstance(given, list) or len(given) != len(own):
+            raise ValueError(f"{name} should have {len(own)} entries")
+        return type(own)(_like(*pair, f"{name} {place}") for place, pair in enumerate(zip(own, given, strict=True)))
+    if isinstance(own, int | float) and not isinstance(own, bool):
+        if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given):
+            raise ValueError(f"{name} is {given!r:.40} in place of a number")
+        if math.isinf(given) and not math.isinf(own):
+            raise ValueError(f"{name} is {given!r:.40} in place of a finite number")
+        return given
+    if type(given) is not type(own):
+        raise ValueError(f"{name} is {given!r:.40} in place of {own!r:.40}")
+    return given
+
+
+def save_shards(
+    folder: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator
+) -> tuple[dict[str, FileEntry], dict[str, bytes]]:
+    """Write this process's part of a sharded model and of its optimizer's state; every process must call this.
+
+    Args:
+        folder: Where to.
+        model: The sharded model.
+        optimizer: Its optimizer, as accelerate has prepared it.
+        accelerator: The processes.
+
+    Returns:
+        The file that was written, and the files, not yet written, with what is the same in all processes.
+    """
+    tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
+    try:
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:
+        for problem, _ in error.failures.values():
+            if isinstance(problem, OSError):
+                raise problem from error
+        raise
+    file = folder / f"shard-{accelerator.process_index + 1:05d}-model-00001-of-00001.safetensors"
+    entries = {}
+    if file.is_file():
+        with file.open("rb") as stream:
+            entries[file.name] = FileEntry(file.stat().st_size, sha256_of(stream))
+    return entries, pack_state({"optimizer": values, **_scaler_state(accelerator)})
+
+
+def _optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The state of an optimizer by the names of parameters; an optimizer that has none yet takes a step first."""
+    return get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
+
+
+def _split(weights: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, named "model.…" and "optimizer.…", and the values of the optimizer's state that are not tensors."""
+    tensors = {f"model.{name}": value for name, value in weights.items()}
+    tensors |= {f"optimizer.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
+    """Put back what save_shards has written, on any number of processes."""
+    tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
+    state = read_state(path)
+    if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
+        raise ValueError(f"checkpoint {path} does not hold the state of an optimizer: resume from another one")
+    try:
+        values = _like(values, state["optimizer"], "optimizer")
+        _load_scaler(accelerator, state["scaler"])
+    except ValueError as error:
+        raise _misfit(path, error) from None
+    read_shards(path, tensors)
+    weights, states = (
+        {name.removeprefix(prefix): cast(Any, value) for name, value in tensors.items() if name.startswith(prefix)}
+        for prefix in ("model.", "optimizer.")
+    )
+    set_model_state_dict(model, weights, options=SHARDED)
+    set_optimizer_state_dict(model, optimizer.optimizer, states | values, options=SHARDED)
+
+
+def read_shards(path: Path, tensors: dict[str, Tensor], *, prefix: str = "") -> None:
+    """Read tensors of a sharded checkpoint in place.
+
+    Args:
+        path: The checkpoint.
+        tensors: All of them, by name; sharded or not.
+        prefix: Those whose names begin otherwise are not expected.
+    """
+    reader = HuggingFaceStorageReader(str(path))
+    stored = {name: shape for name, shape in shard_layout(path).items() if name.startswith(prefix)}
+    _check_weights(tensors, stored)
+    try:
+        with warnings.catch_warnings():
+            # Reading in a single process is what is wanted there.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(dict[str, Any](tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    # Files that were edited fail in many ways.
+    except (CheckpointException, Exception) as error:
+        raise ValueError(
+            f"the shards of checkpoint {path} do not fit together ({str(error)[:200]}): resume from another one"
+        ) from None
+
+
+def shard_layout(path: Path) -> dict[str, Tensor]:
+    """The tensors of a sharded checkpoint by name, without their values, on the meta device.
+
+    Raises:
+        ValueError: The files are not valid, or shards are missing.
+    """
+    try:
+        stored: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        problem = next((name for name, tensor in stored.items() if not _is_covered(tensor)), None)
+    # safetensors raises errors of its own, and headers can hold anything.
+    except Exception as error:
+        raise ValueError(
+            f"the shards of checkpoint {path} are not valid ({str(error)[:200]}): choose another"
+        ) from None
+    if problem is not None:
+        raise ValueError(f"checkpoint {path} lacks a part of {problem[:100]}: resume from another one")
+    return {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta") for name, tensor in stored.items()
+    }
+
+
+def _is_covered(stored: Any) -> bool:
+    """Whether the chunks of a tensor are as many values as it has."""
+    return sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(stored.size)

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from .batching import BatchPlan
 from .data import TrainingData
 
 
@@ -14,11 +15,15 @@ class Task(Protocol):
     # The metric that tells which weights are the best, and whether more of it is better.
     metric: str
     greater_is_better: bool
+    # Samples in a batch of one process, a number that batch sizes have to be multiples of, and its data workers.
+    batch_size: int
+    batch_multiple: int
+    workers: int
 
     def build_model(self) -> nn.Module:
         """The model to train, with the weights it starts from."""
 
-    def training_data(self, process: int, processes: int) -> TrainingData:
+    def training_data(self, plan: BatchPlan) -> TrainingData:
         """The share of one process in the training data."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

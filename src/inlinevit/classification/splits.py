@@ -1,0 +1,81 @@
+"""Which split of a data set is meant: the one that was named, or the one that is usual."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Ways to spell the same split.
+SPELLINGS = (("train", "training"), ("val", "validation", "valid", "eval", "evaluation"), ("test", "testing"))
+# What splits are called where nothing is said, the first that exists being taken.
+TRAINING_NAMES, EVALUATION_NAMES = SPELLINGS[0], SPELLINGS[1] + SPELLINGS[2]
+# What older versions have written into the configurations of runs for "nothing was said".
+FORMER_DEFAULTS = ("train", "validation")
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """A name of a split, and other ways to spell it: val is validation, but never test."""
+    others = next((names for names in SPELLINGS if name in names), ())
+    return (name, *(other for other in others if other != name))
+
+
+@dataclass(frozen=True)
+class SplitRequest:
+    """A split that is wanted.
+
+    Attributes:
+        name: What the user calls it; None = nothing was said.
+        training: Whether it is for training or for evaluation.
+    """
+
+    name: str | None
+    training: bool
+
+    @property
+    def option(self) -> str:
+        """The option that names it."""
+        return f"--data.{'train' if self.training else 'eval'}_split"
+
+    def candidates(self) -> tuple[str, ...]:
+        """What it may be called in the data, the most likely first; nothing if its name is none of a file."""
+        if self.name is None:
+            return TRAINING_NAMES if self.training else EVALUATION_NAMES
+        # Joined with a folder, others would lead elsewhere.
+        is_plain = self.name not in ("", ".", "..") and not set(self.name) & {"/", "\\", "\0"}
+        return spellings(self.name) if is_plain else ()
+
+    def missing(self, data: str, splits: Sequence[str]) -> str:
+        """A message that data do not have this split, and which they have.
+
+        Args:
+            data: What to call the data.
+            splits: Those that exist.
+        """
+        wanted = repr(self.name) if self.name is not None else self.candidates()[0]
+        if not splits:
+            return f"{data} has no split called {wanted}, nor any other: name it with {self.option}"
+        return f"{data} has no split called {wanted}: choose with {self.option} among {', '.join(splits)}"
+
+    @property
+    def fits_undivided(self) -> bool:
+        """Whether nothing was said that asks for a split: what older versions wrote for that does not."""
+        return self.name in (None, FORMER_DEFAULTS[0 if self.training else 1])
+
+    def require_undivided(self, data: str) -> None:
+        """Refuse a name for a split of data that are not divided into splits.
+
+        Args:
+            data: What to call the data.
+        """
+        if not self.fits_undivided:
+            raise ValueError(f"{data} is not divided, so it has no split called {self.name!r}: leave out {self.option}")
+
+    def of_two(self, data: str) -> bool:
+        """Whether the training part is meant of data that have two parts, one for training and one held out.
+
+        Args:
+            data: What to call the data.
+        """
+        if self.name is None:
+            return self.training
+        if self.name not in TRAINING_NAMES + EVALUATION_NAMES:
+            raise ValueError(self.missing(data, ("train", "test")))
+        return self.name in TRAINING_NAMES

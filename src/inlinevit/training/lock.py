@@ -1,0 +1,130 @@
+"""One process at a time writes into the folder of a run."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import warnings
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+RUN_LOCK = ".lock"
+# Folders, by device and inode: fcntl's locks do not exclude runs of the same process from each other.
+_HELD: set[tuple[int, int]] = set()
+
+
+class RunLock:
+    """A lock on the folder of a run, with the host and the process that hold it.
+
+    The operating system releases it when the process ends, however that comes about. A process that ends regularly also
+    removes the file; one that was killed leaves it, and the next one that takes the lock reports it as stale.
+
+    Args:
+        folder: The folder of the run; it exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / RUN_LOCK
+        self.stream: IO[bytes] | None = None
+        self.key = (0, 0)
+
+    def __enter__(self) -> "RunLock":
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            ValueError: Another process, or another run of this one, holds it.
+        """
+        status = os.stat(self.file.parent)
+        self.key = status.st_dev, status.st_ino
+        if self.key in _HELD:
+            raise ValueError(
+                f"{self.file.parent} is in use by another run of this process: wait for its end, or choose another "
+                "--run.output"
+            )
+        stream = self._open()
+        former = _read_owner(stream)
+        stream.seek(0)
+        stream.truncate()
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now().isoformat(timespec="seconds")}
+        stream.write(json.dumps(own).encode())
+        stream.flush()
+        self.stream = stream
+        _HELD.add(self.key)
+        if former is not None:
+            warnings.warn(
+                f"{self.file} is stale: {_describe(former)} has ended without removing it, its lock is taken over",
+                stacklevel=2,
+            )
+
+    def _open(self) -> IO[bytes]:
+        """The lock file, locked; it is the one that has this name, and not one that its owner has just removed."""
+        while True:
+            # A process that only reads the folder, such as an evaluation, does not need the lock.
+            descriptor = os.open(
+                self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+            )
+            stream = os.fdopen(descriptor, "r+b")
+            try:
+                # Record locks, unlike flock's, are not inherited by data workers, which may outlive a killed run.
+                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                owner = _read_owner(stream)
+                stream.close()
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise ValueError(
+                        f"{self.file.parent} is in use by {_describe(owner)}: wait until it has ended, stop it, or "
+                        "choose another --run.output"
+                    ) from None
+                raise OSError(
+                    f"{self.file} cannot be locked ({error.strerror}): choose a --run.output on a file system that "
+                    "supports locks"
+                ) from error
+            try:
+                if os.path.samestat(os.fstat(stream.fileno()), os.stat(self.file)):
+                    return stream
+            except FileNotFoundError:
+                pass
+            stream.close()
+
+    def release(self, folder: Path | None = None) -> None:
+        """Give the lock back, and remove its file.
+
+        Args:
+            folder: Where the file is, if its folder was renamed.
+        """
+        if self.stream is not None:
+            (self.file if folder is None else folder / RUN_LOCK).unlink(missing_ok=True)
+            self.stream.close()
+            self.stream = None
+            _HELD.discard(self.key)
+
+
+def _read_owner(stream: IO[bytes]) -> dict[str, Any] | None:
+    """Who has written a lock file; None if nobody has yet."""
+    stream.seek(0)
+    content = stream.read(4096)
+    try:
+        owner = json.loads(content)
+    except ValueError:
+        return {} if content else None
+    return owner if isinstance(owner, dict) else {}
+
+
+def _describe(owner: dict[str, Any] | None) -> str:
+    """A process in words."""
+    if not owner:
+        return "another process"
+    host, pid, since = (str(owner.get(key, "?"))[:80] for key in ("host", "pid", "since"))
+    return f"process {pid} on {host} (since {since})"

@@ -1,0 +1,53 @@
+"""SIGTERM and Ctrl-C: the first asks a run to stop, the second ends it."""
+
+import multiprocessing
+import os
+import signal
+import time
+from types import FrameType, TracebackType
+
+# A launcher may pass on a signal that the whole process group gets: within so many seconds, it counts once.
+REPEATED_SIGNAL = 0.2
+
+
+class StopRequest:
+    """A context in which SIGTERM and Ctrl-C are noted, so that a run can stop after its current step.
+
+    A second Ctrl-C raises KeyboardInterrupt; a second SIGTERM ends the process and its data workers at once.
+
+    Attributes:
+        signal_number: The signal that asks for a stop; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self.time = 0.0
+        self.before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if number == signal.SIGINT == self.signal_number:
+            raise KeyboardInterrupt
+        if number == signal.SIGTERM == self.signal_number and time.monotonic() - self.time > REPEATED_SIGNAL:
+            end_at_once()
+        if self.signal_number is None:
+            self.time = time.monotonic()
+        self.signal_number = number
+
+
+def end_at_once() -> None:
+    """End this process and its data workers, as SIGTERM does by default."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
