@@ -1248,13 +1248,13 @@ def test_only_regular_files_are_read(ending: str, tmp_path: Path) -> None:
     pipe, loop = tmp_path / f"pipe{ending}", tmp_path / f"loop{ending}"
     os.mkfifo(pipe)
     loop.symlink_to(loop)
-    with pytest.raises(ValueError, match="is not a regular file"):
+    with pytest.raises(OSError, match="is a named pipe, not a regular file"):
         read_state_dict(pipe)
     with pytest.raises(OSError, match="symbolic links"):
         read_state_dict(loop)
     link = tmp_path / f"link{ending}"
     link.symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match="is not a regular file"):
+    with pytest.raises(OSError, match="is a character device, not a regular file"):
         read_state_dict(link)
 
 

@@ -10,16 +10,13 @@ import io
 import math
 import os
 import pickletools
-import stat
 import struct
 import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -653,29 +650,3 @@ KNOWN: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter_with_state": take_tensor,
     "torch._tensor._rebuild_from_type_v2": make_from_type,
 }
-
-
-@contextmanager
-def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """A file, opened to be read; pipes and devices, which could be read for ever, are refused.
-
-    Raises:
-        FileNotFoundError: There is no such file, or it is a directory.
-        ValueError: It is not a regular file.
-        OSError: It cannot be opened.
-    """
-    try:
-        # Opening a pipe would wait for somebody to write into it.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no file at {path}: check the path") from None
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise FileNotFoundError(f"{path} is a directory: name a file in it")
-        if not stat.S_ISREG(mode):
-            raise ValueError(f"{path} is not a regular file, but a pipe or a device: name a file")
-        with os.fdopen(descriptor, "rb", closefd=False) as stream:
-            yield stream
-    finally:
-        os.close(descriptor)

@@ -8,15 +8,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ._torch_files import (
-    CONFIG_CLASS,
-    Damaged,
-    ForbiddenName,
-    TensorRecord,
-    TorchFile,
-    UnusualTensor,
-    open_regular_file,
-)
+from ..files import NotRegularFileError, open_regular
+from ._torch_files import CONFIG_CLASS, Damaged, ForbiddenName, TensorRecord, TorchFile, UnusualTensor
 
 # Where checkpoints keep their weights: averaged ones first, then plain ones.
 WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -40,13 +33,25 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no regular file, is damaged, could run code, or holds something else than weights.
+        OSError: It is not a regular file, or cannot be read.
+        ValueError: It is damaged, could run code, or holds something else than weights.
     """
     path = Path(path)
-    with open_regular_file(path) as stream:
+    with _open(path) as stream:
         if path.suffix == ".safetensors":
             return _unwrap(_find_weights(_read_safetensors(stream, path), path))
         return _read_torch_file(stream, path)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file at {path}: check the path") from None
+    except NotRegularFileError as error:
+        if path.is_dir():
+            raise FileNotFoundError(f"{path} is a directory: name a file in it") from None
+        raise error
 
 
 def _read_safetensors(stream: BinaryIO, path: Path) -> dict[str, Tensor]:
