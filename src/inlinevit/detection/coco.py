@@ -110,11 +110,11 @@ class CocoSource:
             # Asked by equality, 1.0 and true would pass for 1.
             if not _is_whole(place) or place not in images:
                 raise ValueError(
-                    f"{name} is for image {place!r}, which the file does not have: remove one or add the other"
+                    f"{name} is for image {place!r:.100}, which the file does not have: remove one or add the other"
                 )
             if not _is_whole(category) or category not in self.labels:
                 raise ValueError(
-                    f"{name} is of category {category!r}, which the file does not have: remove one or add the other"
+                    f"{name} is of category {category!r:.100}, which the file does not have: remove one or add the other"
                 )
             if place in taken:
                 image = taken[place]
@@ -289,7 +289,7 @@ def _by_id(file: Path, content: Record, key: str) -> dict[int, Record]:
         number = record.get("id")
         if not _is_whole(number):
             raise ValueError(
-                f"record {place} of the {key} in {file} has the id {number!r}: it should be a whole number"
+                f"record {place} of the {key} in {file} has the id {number!r:.100}: it should be a whole number"
             )
         if number in found:
             raise ValueError(f"{file} has two {key} with the id {number}: give one of them another id")
@@ -322,7 +322,7 @@ def _what_is_wrong_with_image(image: Record) -> str:
     if os.path.isabs(file_name) or ".." in Path(file_name).parts:
         return f"has the file_name {file_name}, which leads out of the folder of images: name the file inside of it"
     if not (_is_whole(width) and _is_whole(height) and width > 0 and height > 0):
-        return f"has the width {width!r} and the height {height!r}: give the size of {file_name} in pixels"
+        return f"has the width {width!r:.100} and the height {height!r:.100}: give the size of {file_name} in pixels"
     if not shows_something((width, height)):
         return f"has {width} × {height} pixels, which show nothing: remove it"
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
@@ -334,13 +334,13 @@ def _what_is_wrong_with_object(annotation: Record, image: Record) -> str:
     """A sentence without its subject; "" = nothing."""
     box, area = annotation.get("bbox"), annotation.get("area")
     if not _are_numbers(box) or len(box) != 4:
-        return f"has the bbox {box!r}: it should be four numbers, x, y, width and height"
+        return f"has the bbox {box!r:.100}: it should be four numbers, x, y, width and height"
     if box[2] < 0 or box[3] < 0:
         return f"has the bbox {box}, whose width or height is negative: mend it"
     if area is not None and not _are_numbers([area]):
-        return f"has the area {area!r}: it should be a number of pixels"
+        return f"has the area {area!r:.100}: it should be a number of pixels"
     if annotation.get("iscrowd") not in (None, 0, 1):
-        return f"has the iscrowd {annotation['iscrowd']!r}: it should be 0 or 1"
+        return f"has the iscrowd {annotation['iscrowd']!r:.100}: it should be 0 or 1"
     segmentation = annotation.get("segmentation")
     if not segmentation:
         return "has no segmentation, but masks are learned from it: add it, or remove the annotation"

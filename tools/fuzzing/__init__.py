@@ -1,0 +1,1 @@
+"""Inputs that are almost right, for everything that reads files of others; see tools/fuzz.py."""
