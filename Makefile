@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench bench-record results timm-suite clean
+.PHONY: help install demo test test-slow faults fuzz lint format bench bench-record results timm-suite clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,12 @@ test: install  ## run the fast tests (ARGS="-k swin" goes to pytest)
 
 test-slow: install  ## run the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow $(ARGS)
+
+faults: install  ## kill, starve, damage and disturb training runs, and print a table; 20 minutes (docs/reliability.md)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/faults.py $(ARGS)
+
+fuzz: install  ## give 10,000 broken inputs to each reader of files, and print a table (docs/reliability.md)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py $(ARGS)
 
 lint: install  ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check

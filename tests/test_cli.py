@@ -217,6 +217,13 @@ def test_options_override_the_recipe(tmp_path):
     assert config.model.options == {"attention": "softmax", "depth": 3}
 
 
+def test_a_later_recipe_overrides_an_earlier_one(tmp_path):
+    for name, content in {"a": "{batch_size: 32, workers: 3}", "b": "{batch_size: 64}"}.items():
+        (tmp_path / f"{name}.yaml").write_text(f"data: {content}\n")
+    config = cli.parse_config(["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")])
+    assert (config.data.batch_size, config.data.workers) == (64, 3)
+
+
 def test_print_config_prints_a_recipe(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "--run.seed", "7", "--print_config"])

@@ -12,6 +12,7 @@ FRONT_DOOR = SRC / "__init__.py"
 
 TASKS = ("training", "classification", "detection", "segmentation", "analysis", "benchmark", "report")
 RANKS = {
+    "checks": 0,
     "files": 0,
     "ops": 0,
     "layers": 1,

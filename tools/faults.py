@@ -23,7 +23,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 
 from inlinevit.classification.task import Classification
@@ -137,21 +139,25 @@ class Process:
 
 def command(output: Path, changes: dict[str, str] | None = None) -> list[str]:
     """The arguments of `inlinevit` for a run."""
-    settings = {**SETTINGS, **(changes or {}), "run.output": str(output)}
+    settings = {**SETTINGS, "run.output": str(output), **(changes or {})}
     return ["train", *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
 
-def contents(output: Path) -> dict[str, bytes | list[dict[str, object]]]:
+def contents(output: Path) -> dict[str, Any]:
     """What a finished run has left: weights, the last checkpoint, metrics without what the clock decides."""
     last = max((output / "checkpoints").glob("step-*"))
-    files = [output / "model.safetensors", output / "results.json", *sorted(last.iterdir())]
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
+    found: dict[str, Any] = {"results.json": (output / "results.json").read_bytes()}
+    # Shards hold their tensors in any order.
+    for file in (output / "model.safetensors", *last.glob("*.safetensors")):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            found[f"{file.relative_to(output)} {name}"] = tensor.dtype, tensor.shape, tensor.numpy().tobytes()
+    for file in last.glob("*.json"):
+        if file.name != MANIFEST:
+            found[str(file.relative_to(output))] = file.read_bytes()
+    found["metrics"] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for line in found["metrics"]:
         line.pop("images_per_second", None)
-    return {
-        **{file.name if file.parent == output else f"last/{file.name}": file.read_bytes() for file in files},
-        "metrics": lines,
-    }
+    return found
 
 
 class Campaign:
@@ -250,7 +256,8 @@ class Campaign:
                     time.sleep(0.005)
                 process.kill(with_workers=True)
                 process.wait()
-            process = Process(output, file_limit=size)
+            # Without data workers, whose shared memory would be limited, too.
+            process = Process(output, {"data.workers": "0"}, file_limit=size)
             code = process.wait()
             if code != 0 and not process.is_refused():
                 print(process.printed[-2000:], file=sys.stderr)
@@ -268,12 +275,15 @@ class Campaign:
         started, same, refused, failed, times = time.monotonic(), 0, 0, 0, 0
         output = self.new_run()
         process = Process(output, {"run.keep": "3"})
-        # Three checkpoints, the newest of which has an evaluation.
-        while process.running() and newest(output) < 32:
+        # Three checkpoints or more, the newest of which has an evaluation.
+        while process.running() and not (output / "checkpoints" / "step-00000032" / "evaluation.json").exists():
             time.sleep(0.001)
+        time.sleep(0.02)
         process.kill(with_workers=True)
         process.wait()
-        path = checkpoint(output)
+        path = output / "checkpoints" / "step-00000032"
+        for later in (path for path in (output / "checkpoints").glob("step-*") if path.name > "step-00000032"):
+            shutil.rmtree(later)
         files = sorted(file.name for file in path.iterdir())
         for name in files:
             content = (path / name).read_bytes()
@@ -304,9 +314,9 @@ class Campaign:
         shutil.copytree(output, copy, symlinks=True)
         for path in (copy / "checkpoints").glob("step-*"):
             (path / "model.safetensors").write_bytes(b"")
+        before = sorted(os.listdir(copy / "checkpoints"))
         process = Process(copy)
-        kept = len(list((copy / "checkpoints").glob("step-*")))
-        if process.wait() == 1 and process.is_refused() and kept == 3:
+        if process.wait() == 1 and process.is_refused() and sorted(os.listdir(copy / "checkpoints")) == before:
             refused += 1
         else:
             failed += 1

@@ -49,6 +49,18 @@ EXTRAS = {
     "segmentation_models_pytorch": "segmentation",
 }
 
+# What `inlinevit bench loop` has no use for, because it neither evaluates nor writes anything.
+UNUSED_BY_LOOP = (
+    "output",
+    "resume",
+    "checkpoint_minutes",
+    "checkpoint_steps",
+    "keep",
+    "evaluate_every",
+    "log_every",
+    "trackers",
+)
+
 
 class Command(NamedTuple):
     """What `inlinevit NAME` does. Rooms are imported when their command is called: some take seconds.
@@ -133,7 +145,7 @@ def complain(error: Exception, options: list[str]) -> int:
     message = " ".join(str(error).split()).removesuffix(".")
     if isinstance(error, ArgumentError):
         return say(f"error: {message}{hint(message, options)}", 2)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return say(f"error: no space left on the disk ({message}): free some and run the same command again", 1)
     if isinstance(error, OSError) and error.errno is not None:
         return say(f"error: {error.filename or 'a file'} cannot be used ({error.strerror}): check the path", 1)
@@ -198,8 +210,9 @@ def models_parser() -> ArgumentParser:
         help="what to list: classifiers, or whole models for another task on our backbones and on their softmax rivals",
     )
     parser.add_argument("--filter", default="*", help="show the models whose name matches, such as '*swin*'")
-    parser.add_argument("--json", dest="format", action="store_const", const="json", help="print JSON")
-    parser.add_argument("--markdown", dest="format", action="store_const", const="markdown", help="print Markdown")
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--json", dest="format", action="store_const", const="json", help="print JSON")
+    formats.add_argument("--markdown", dest="format", action="store_const", const="markdown", help="print Markdown")
     return parser
 
 
@@ -600,14 +613,17 @@ def bench(settings: Namespace) -> None:
     """Measure speed and memory."""
     from .benchmark.presentation import print_results, write_report
     from .benchmark.studies import run_bench
-    from .training.files import make_folder
+    from .training.config import require
+    from .training.outputs import check_output_folder
 
     options = vars(settings[settings.what])
     if settings.what == "loop":
         return bench_loop(settings.loop)
     output, name = options.pop("output"), options.pop("name")
+    require(output is not None or name == settings.what, "--name is for the files in --output: name that folder, too")
+    require(name not in ("", ".", "..") and Path(name).name == name, f"--name is {name!r}: it should be a plain name")
     if output is not None:
-        make_folder(Path(output))
+        check_output_folder(output, [f"{name}.{ending}" for ending in ("html", "json", "png", "svg")])
     results = run_bench(settings.what, **options)
     print_results(results, Console())
     if output is not None:
@@ -618,8 +634,16 @@ def bench_loop(settings: Namespace) -> None:
     """Measure the training loop."""
     from .benchmark.loop import measure_loop
     from .classification.config import ClassificationConfig
+    from .training.config import require
 
-    numbers = measure_loop(to_config(settings, ClassificationConfig), settings.steps).summary()
+    config = to_config(settings, ClassificationConfig)
+    # What a recipe says of them is passed over; an option would have no effect.
+    recipes = [word for file in settings.config or [] for word in ("--config", str(file))]
+    parser = bench_loop_parser()
+    recipe = to_config(parser.instantiate(parser.parse_args(recipes)), ClassificationConfig)
+    unused = [f"--run.{name}" for name in UNUSED_BY_LOOP if vars(config.run)[name] != vars(recipe.run)[name]]
+    require(not unused, f"bench loop writes nothing, so {' and '.join(unused)} would have no effect: leave it out")
+    numbers = measure_loop(config, settings.steps).summary()
     if settings.json:
         print(json.dumps(numbers, indent=2))
         return
@@ -645,10 +669,14 @@ def reproduce_parser() -> ArgumentParser:
 def run_reproduce(settings: Namespace) -> int:
     """Train what is missing of the paper's ablations."""
     from .reproduce import describe_studies, reproduce
+    from .training.config import require
 
     options = vars(settings)
     if options.pop("list"):
-        print(describe_studies())
+        defaults = reproduce_parser().get_defaults()
+        unused = [name for name, value in options.items() if name != "studies" and value != defaults[name]]
+        require(not unused, f"--list trains nothing, so --{' and --'.join(unused)} would have no effect: leave it out")
+        print(describe_studies(settings.studies))
         return 0
     return reproduce(**options)
 

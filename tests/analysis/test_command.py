@@ -1,6 +1,7 @@
 """`inlinevit analyze`, from models and images to a page."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,23 @@ def test_a_model_for_other_classes_is_looked_into_without_masking(run, tmp_path)
     path = analyze_command([str(run)], data=str(tmp_path), images=3, confusion_images=1, output=str(tmp_path / "out"))
     assert "InLine is left out: its 10 classes are not those of the images (2)." in path.read_text()
     assert len(read(tmp_path / "out")["locality"]["models"]["InLine"]) == 3
+
+
+@pytest.mark.usefixtures("no_drawings")
+@pytest.mark.parametrize(("data", "images"), [(None, 4), ("embedded", 5)])
+def test_the_images_are_those_that_are_named(data, images, run, tmp_path):
+    """Even if they are the ones that would be taken without a run."""
+    for name in ("T-shirt", "trouser"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.effect_noise((30, 30), 50).save(tmp_path / "images" / name / f"{number}.png")
+    copied = shutil.copytree(run, tmp_path / "run")
+    config = (copied / "config.yaml").read_text()
+    (copied / "config.yaml").write_text(config.replace("path: embedded", f"path: {tmp_path / 'images'}"))
+    analyze_command([str(copied)], data=data, images=5, confusion_images=1, output=str(tmp_path / "out"))
+    sections = read(tmp_path / "out")
+    assert sections["models"]["data"] == (data or str(tmp_path / "images"))
+    assert sections["masking"]["models"]["InLine"]["images"] == images
 
 
 def test_images_are_what_the_model_wants_and_labels_are_its_own():

@@ -5,6 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +16,18 @@ import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
 from inlinevit.classification.classifier import Classifier, imagenet_classes
-from inlinevit.classification.config import DataConfig
-from inlinevit.classification.evaluate import evaluate, evaluate_command, match_classes
+from inlinevit.classification.config import ClassificationConfig, ClassificationDataOptions, DataConfig
+from inlinevit.classification.evaluate import evaluate, evaluate_command, evaluation_data, match_classes
 from inlinevit.classification.inputs import InputSpec
 from inlinevit.classification.metrics import Evaluation
+from inlinevit.training.config import to_plain
 
 SPEC = InputSpec(size=4, mean=(0.0,), std=(1.0,), interpolation="bilinear", crop_pct=1.0, crop_mode="center")
 
@@ -250,7 +255,7 @@ def test_command_on_some_classes_of_imagenet(tmp_path: Path, capsys: pytest.Capt
     # Whatever it is shown, the model sees a goldfish.
     model.head.bias.data = F.one_hot(torch.tensor(1), 1000).float()
     safetensors.torch.save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    data = DataConfig(path=str(image_folder(tmp_path / "images", ["n01443537", "n02085620"])), workers=0)
+    data = ClassificationDataOptions(path=str(image_folder(tmp_path / "images", ["n01443537", "n02085620"])), workers=0)
     evaluate_command(
         "test_vit", data, checkpoint=str(tmp_path / "weights.safetensors"), img_size=48, output=str(tmp_path / "out")
     )
@@ -286,13 +291,15 @@ def test_command_on_the_data_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     config = f"model: {{name: test_vit, img_size: 32}}\ndata: {{path: {tmp_path / 'data'}, workers: 0}}\n"
     (run_folder / "config.yaml").write_text(config)
     (run_folder / "classes.json").write_text('["bee", "ant"]')
-    evaluate_command(str(run_folder), DataConfig(workers=0), output=str(tmp_path / "out"))
+    evaluate_command(str(run_folder), ClassificationDataOptions(workers=0), output=str(tmp_path / "out"))
     told = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert told["classes"] == ["bee", "ant"]
     assert told["confusion"] == [[3, 0], [3, 0]]
     # Other images, in a plain folder.
     other = image_folder(tmp_path / "other", ["ant", "bee"], images=1)
-    evaluate_command(str(run_folder), DataConfig(eval_path=str(other), workers=0), output=str(tmp_path / "out"))
+    evaluate_command(
+        str(run_folder), ClassificationDataOptions(eval_path=str(other), workers=0), output=str(tmp_path / "out")
+    )
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["confusion"] == [[1, 0], [1, 0]]
     assert "32 × 32" in capsys.readouterr().out
 
@@ -324,7 +331,7 @@ def test_command_under_torchrun(run_folder: str, tmp_path: Path) -> None:
 
 def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    data = DataConfig(workers=0)
+    data = ClassificationDataOptions(workers=0)
     with pytest.raises(OSError, match=r"file cannot be a folder of results \(File exists\): name another one"):
         evaluate_command(run_folder, data, output=str(tmp_path / "file"))
     with pytest.raises(ValueError, match="img_size is 0"):
@@ -340,5 +347,87 @@ def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, caps
 def test_float16_needs_a_gpu(run_folder: str) -> None:
     AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
-        evaluate_command(run_folder, DataConfig(workers=0), precision="fp16")
+        evaluate_command(run_folder, ClassificationDataOptions(workers=0), precision="fp16")
     AcceleratorState._reset_state()
+
+
+RUN_DATA = DataConfig(path="torch/cifar10", root="downloads", eval_split="test", batch_size=8, max_unreadable=3)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, RUN_DATA),
+        ({"eval_split": "validation"}, replace(RUN_DATA, eval_split="validation")),
+        ({"root": "elsewhere"}, replace(RUN_DATA, root="elsewhere")),
+        ({"batch_size": 128, "workers": 2}, replace(RUN_DATA, batch_size=128, workers=2)),
+        ({"max_unreadable": 0}, replace(RUN_DATA, max_unreadable=0)),
+        # Other data, for which the root and the split of the run mean nothing.
+        ({"path": "embedded"}, DataConfig(path="embedded")),
+        ({"eval_path": "embedded"}, DataConfig(path="embedded")),
+        (
+            {"path": "torch/mnist", "root": "there", "eval_split": "test"},
+            DataConfig(path="torch/mnist", root="there", eval_split="test"),
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_is_said_counts_even_if_it_is_the_default(
+    said: dict[str, object], expected: DataConfig, tmp_path: Path
+) -> None:
+    config = to_plain(ClassificationConfig(data=RUN_DATA))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    # The images stand for themselves: a part for training is not looked for.
+    expected = replace(expected, eval_path=expected.path)
+    assert evaluation_data(str(tmp_path), ClassificationDataOptions(**said)) == expected
+    # Without a run, the defaults are those of training.
+    named = evaluation_data("test_vit", ClassificationDataOptions(path="images"))
+    assert named == DataConfig(path="images", eval_path="images")
+
+
+def test_options_without_effect_are_refused(run_folder: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.path and data\.eval_path both name the images"):
+        ClassificationDataOptions(path="a", eval_path="b")
+    with pytest.raises(ValueError, match=r"data\.root is for data whose name begins with torch/, hfds/, wds/, not for"):
+        evaluation_data(run_folder, ClassificationDataOptions(root="downloads"))
+    for name in ("train_split", "train_images"):
+        with pytest.raises(TypeError):
+            ClassificationDataOptions(**{name: 3})
+
+
+def test_other_images_than_those_of_the_run(
+    run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that is the default of --data.path is another set of images, with other classes."""
+    with pytest.raises(ValueError, match="the model does not know 10 of the 10 classes of the images"):
+        evaluate_command(
+            run_folder, ClassificationDataOptions(path="embedded", workers=0), output=str(tmp_path / "out")
+        )
+    assert not (tmp_path / "out").exists()
+    other = image_folder(tmp_path / "other", ["ant", "bee"], images=5)
+    evaluate_command(run_folder, ClassificationDataOptions(path=str(other)), output=str(tmp_path / "out"))
+    told = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert (told["images"], told["data"]) == (10, str(other))
+
+
+def test_a_full_disk_leaves_the_evaluation_before(
+    run_folder: str, tmp_path: Path, file_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    """Whatever file does not fit: here it is the picture."""
+    output, data = tmp_path / "out", ClassificationDataOptions(workers=0)
+    output.mkdir()
+    for name in ("evaluation.json", "per_class.csv", "confusion.png"):
+        (output / name).write_text("old")
+    with file_limit(4096), pytest.raises(OSError, match=r"^no space left on the disk for .*confusion\.png: free some"):
+        evaluate_command(run_folder, data, output=str(output))
+    assert (output / "confusion.png").read_text() == "old"
+    assert json.loads((output / "evaluation.json").read_text())["images"] == 6
+    assert len(list(output.iterdir())) == 3
+
+
+def test_results_do_not_go_among_images(run_folder: str, tmp_path: Path) -> None:
+    for output in ("data", "data/ant", "data/new"):
+        with pytest.raises(ValueError, match="whose images are read: name another folder"):
+            evaluate_command(run_folder, ClassificationDataOptions(), output=str(tmp_path / output))
+    with pytest.raises(ValueError, match="belongs to a training run"):
+        evaluate_command(run_folder, ClassificationDataOptions(), output=f"{run_folder}/checkpoints/step-5")

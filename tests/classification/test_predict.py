@@ -5,6 +5,8 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from inlinevit.classification import predict as predict_module
 from inlinevit.classification.classifier import Classifier
 from inlinevit.classification.inputs import InputSpec
 from inlinevit.classification.predict import Prediction, predict, predict_command
@@ -261,3 +264,71 @@ def test_letters_that_the_terminal_does_not_know(
     sys.stdout.flush()
     expected = "c\\xe4t" if format == "table" else "cät"
     assert expected in shown.getvalue().decode()
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Images whose predictions take more than 4096 bytes."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(40):
+        corner(0, 0).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv"])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_full_disk_leaves_no_half_results(
+    format: str, is_new: bool, run: str, many: Path, file_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    file = Path(run).parent / "results" / "out"
+    if not is_new:
+        file.parent.mkdir()
+        file.write_text("old")
+    with file_limit(4096), pytest.raises(OSError, match=r"^no space left on the disk for .*out: free some"):
+        predict_command(run, [str(many)], format=format, output=str(file))
+    assert [(one.name, one.read_text()) for one in file.parent.iterdir()] == ([] if is_new else [("out", "old")])
+
+
+def test_an_interruption_leaves_the_results_before(
+    run: str, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> Iterator[Prediction]:
+        yield Prediction("a.png")
+        raise KeyboardInterrupt
+
+    (tmp_path / "out.json").write_text("old")
+    monkeypatch.setattr(predict_module, "predict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        predict_command(run, [str(many)], format="json", output=str(tmp_path / "out.json"))
+    assert (tmp_path / "out.json").read_text() == "old"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("kind", ["itself", "symbolic link", "hard link", "link to folder", "weights", "class names"])
+def test_what_is_read_is_not_written_over(
+    kind: str, run: str, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the model is loaded."""
+    photo, link = many / "0.png", tmp_path / "link"
+    output, options = link, {}
+    if kind == "itself":
+        output = photo
+    elif kind == "symbolic link":
+        link.symlink_to(photo)
+    elif kind == "hard link":
+        link.hardlink_to(photo)
+    elif kind == "link to folder":
+        link.symlink_to(many)
+        output = link / "0.png"
+    elif kind == "weights":
+        output = tmp_path / "weights.safetensors"
+        output.write_text("weights")
+        options = {"checkpoint": str(output)}
+    else:
+        output = Path(run) / "classes.json"
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    monkeypatch.setattr(predict_module, "open_classifier", None)
+    with pytest.raises(ValueError, match=r"is read by this command|belongs to a training run"):
+        predict_command(run, [str(many)], format="json", output=str(output), **options)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before

@@ -4,6 +4,8 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -253,3 +255,48 @@ def test_a_run_sees_images_of_any_size(size: tuple[int, int], tmp_path: Path) ->
     assert (told["width"], told["height"]) == size
     assert sum(one["share"] for one in told["classes"]) == pytest.approx(1)
     assert Image.open(tmp_path / "out" / "a_labels.png").size == size
+
+
+def test_a_full_disk_leaves_what_was_there(
+    segmenter: ReadySegmenter,
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file_limit: Callable[[int], AbstractContextManager[None]],
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    for name in ("predictions.json", "a_labels.png"):
+        (output / name).write_text("old")
+    with file_limit(16), pytest.raises(OSError, match=r"^no space left on the disk for .*out.*: free some"):
+        run_command(segmenter, monkeypatch, [str(images / "a.png")], output)
+    assert {file.name: file.read_text() for file in output.iterdir()} == {
+        "predictions.json": "old",
+        "a_labels.png": "old",
+    }
+
+
+def test_an_interruption_leaves_the_list_before(
+    segmenter: ReadySegmenter, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(images: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "predictions.json").write_text("old")
+    monkeypatch.setattr(segmenter.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_command(segmenter, monkeypatch, [str(images)], tmp_path)
+    assert (tmp_path / "predictions.json").read_text() == "old"
+
+
+def test_an_image_with_the_name_of_the_list_is_not_written_over(
+    segmenter: ReadySegmenter, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (images / "a.png").rename(images / "predictions.json")
+    before = (images / "predictions.json").read_bytes()
+    for output in (images, images / "link"):
+        if output != images:
+            output.symlink_to(images)
+        with pytest.raises(ValueError, match=r"predictions\.json is read by this command"):
+            run_command(segmenter, monkeypatch, [str(images / "predictions.json")], output)
+    assert (images / "predictions.json").read_bytes() == before

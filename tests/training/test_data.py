@@ -2,6 +2,7 @@ import gc
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from inlinevit.training.data import (
     StreamOrder,
     StreamReader,
     TrainingData,
+    draw_order,
 )
 
 WORKERS = [0, 1, 2, 3]
@@ -227,6 +229,22 @@ def test_a_stream_shuffles_parts_and_windows() -> None:
         list(range(i, i + 12)) for i in range(0, 48, 12)
     ]
     assert one_part[:12] != list(range(12))
+
+
+class LargeSamples:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        # Here in the worker, as on a machine with little shared memory.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        return torch.zeros(1000)
+
+
+def test_workers_without_shared_memory_say_so() -> None:
+    data = ShuffledData(LargeSamples(), ShardedOrder(4, 2, seed=1), workers=1, collate=torch.stack)
+    with pytest.raises(ValueError, match=r"no shared memory for a batch \(.*\): make /dev/shm larger, or use fewer"):
+        every(data)
 
 
 # (processes, batch size, batches of each process in a step), all for 12 samples in a step.
@@ -438,3 +456,11 @@ def test_a_mistake_found_by_a_worker_is_told_in_its_own_words(workers: int) -> N
     next(batches)
     with pytest.raises(ValueError, match=r"^-3 is below zero: choose another$"):
         next(batches)
+
+
+@pytest.mark.parametrize(("count", "repeats"), [(10, 1), (10, 3), (10, 10), (10, 11), (7, 10**12)])
+def test_repeated_samples_take_no_more_memory_than_others(count: int, repeats: int) -> None:
+    order, seeds = draw_order(count, repeats, seed=3)
+    assert len(order) == len(seeds) == count
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3)).tolist()
+    assert order.tolist() == [drawn[place // repeats] for place in range(count)]

@@ -16,18 +16,25 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
 from ..benchmark.contenders import parse_model
-from ..classification.classifier import Classifier, open_classifier, run_config
-from ..classification.config import DataConfig, ModelConfig
+from ..classification.classifier import Classifier, check_name_or_run, open_classifier, run_config
+from ..classification.config import ClassificationDataOptions, DataConfig, ModelConfig
 from ..classification.data import ProblemCounter, evaluation_batches
-from ..classification.evaluate import evaluation_data, match_classes, usable_batches
+from ..classification.evaluate import (
+    check_batch_memory,
+    evaluation_data,
+    match_classes,
+    places_of,
+    usable_batches,
+)
 from ..classification.inputs import InputSpec, evaluation_transform, input_spec
 from ..classification.model import build_model
 from ..classification.shards import ShardSource
 from ..classification.sources import ImageSource, ThinnedSource, open_part
 from ..layers import ATTENTIONS, TokenMixer
 from ..report import STYLES, Block, Report, Section, Table, Text
-from ..training.config import require
+from ..training.config import MOST_IMAGES, check_fields, require
 from ..training.files import make_folder
+from ..training.outputs import check_output_folder
 from .confusion import DELTA, EPSILON, measure_confusion
 from .drawings import View
 from .locality import measure_locality
@@ -35,6 +42,8 @@ from .maps import attention_maps
 from .masking import measure_masking
 from .page import Analysis, analysis_sections
 
+# What the command writes, besides the drawings.
+OUTPUTS = ("analysis.html", "analysis.json")
 # What is hidden from queries, if the smallest map leaves something to see.
 SIDES = (3, 5, 7)
 # Images whose maps are drawn, each with the places of its queries. Two queries of one image show what both get alike.
@@ -84,6 +93,9 @@ class Effort:
     delta: float = DELTA
 
     def __post_init__(self) -> None:
+        check_fields(
+            self, "", images=MOST_IMAGES, confusion_images=MOST_IMAGES, batch_size=MOST_IMAGES, epsilon=2, delta=2
+        )
         for name in ("images", "confusion_images", "batch_size"):
             require(vars(self)[name] > 0, f"{name} is {vars(self)[name]}: it should be at least 1")
         for name in ("epsilon", "delta"):
@@ -251,16 +263,23 @@ def analyze_command(
         not untrained or checkpoint is None, "checkpoint names weights, but untrained wants none: choose one of them"
     )
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    folder = Path(output)
-    make_folder(folder)
-    config = evaluation_data(models[0], DataConfig() if data is None else DataConfig(path=data))
+    for model in models:
+        if not untrained:
+            check_name_or_run(model)
+    config = evaluation_data(models[0], ClassificationDataOptions(path=data))
     source = open_part(config, training=False)
+    places = places_of(source)
+    inputs = [*places.files, *([checkpoint] if checkpoint else [])]
+    folder = check_output_folder(output, OUTPUTS, inputs=inputs, image_folders=places.folders)
     classifiers = [
         open_untrained(model, img_size)
         if untrained
         else open_classifier(model, checkpoint=checkpoint, img_size=img_size)
         for model in models
     ]
+    for classifier in classifiers:
+        check_batch_memory(classifier.spec, batch_size, min(max(images, confusion_images), len(source)))
+    make_folder(folder)
     attentions = [attention_of(classifier.model) for classifier in classifiers]
     labels = labels_of(models, attentions)
     analyses = []

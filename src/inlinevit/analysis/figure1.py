@@ -1,7 +1,6 @@
 """The paper's first figure, from numbers computed on the spot: queries that linear attention cannot tell apart."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..ops import apply_feature_map, attention_weights
 from ..report import STYLES, save_drawing
 from ..training.files import make_folder, replace_json
+from ..training.outputs import check_output_folder
 
 ATTENTIONS = ("softmax", "linear", "inline")
 # Four keys and twice four queries of width 2, fitted to the scores that the paper prints: the authors' own coordinates
@@ -164,7 +164,7 @@ def figure1(output: str = "runs/figure1") -> None:
     Args:
         output: Folder for figure1.png, figure1.svg and figure1.json.
     """
-    folder = Path(output)
+    folder = check_output_folder(output, ("figure1.png", "figure1.svg", "figure1.json"))
     make_folder(folder)
     cases = figure1_cases()
     table = Table("query", *(STYLES[attention].name for attention in ATTENTIONS), title="What keys 1 to 4 count")

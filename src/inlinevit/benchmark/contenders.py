@@ -10,13 +10,17 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from ..checks import MOST_PIXELS, Range, check_value
 from ..layers import InLineAttention, LinearAttention, SoftmaxAttention, TokenMixer
 from ..layers.inline_attention import PATHS
 from ..training.config import did_you_mean, require
+from ..training.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
 from .measure import Contender, Turn, draw_input, draw_weights
 
 # Images are measured at multiples of the coarsest stride that models usually have.
 STRIDE = 32
+# Models for larger images may have more weights than a machine can hold.
+MOST_USUAL = 4096
 
 
 class OnGrid(nn.Module):
@@ -57,9 +61,13 @@ def layer_turns(tokens: Sequence[int], dim: int, heads: int, batch: int) -> list
     for count in tokens:
         side = isqrt(max(count, 1))
         require(side**2 == count, f"{count} tokens make no square map: {side**2} or {(side + 1) ** 2} would")
+        check_value("tokens", count, int, Range(1, MOST_PIXELS**2))
     for name, value in {"dim": dim, "heads": heads, "batch": batch}.items():
-        require(value > 0, f"{name} is {value}: it should be at least 1")
+        check_value(name, value, int, Range(1, MOST_PIXELS))
     require(dim % heads == 0, f"dim is {dim} and heads is {heads}: heads should divide dim")
+    largest = max(tokens, default=0)
+    what = f"{batch} map{'' if batch == 1 else 's'} of {largest} tokens"
+    require_memory(FLOAT_BYTES * batch * largest * dim, what, "choose fewer tokens, or a smaller batch")
 
     def contender(name: str, kind: type[TokenMixer], count: int, path: str | None = None) -> Contender:
         def make(device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -108,7 +116,11 @@ def model_contender(text: str, size: int, batch: int) -> Contender:
     """A model to be measured on random images; see model_turns()."""
     name, options = parse_model(text)
     check_side("size", size)
-    require(batch > 0, f"batch is {batch}: it should be at least 1")
+    check_value("batch", batch, int, Range(1, MOST_PIXELS))
+    require_memory_for_images(batch, 3, size, size, "choose smaller sizes or batches")
+    if options or size > MOST_USUAL:
+        # What cannot be made is refused before others are measured.
+        require_memory_for_model(lambda: create_model(name, options, size), text, "choose smaller values")
 
     def make(device: torch.device) -> tuple[nn.Module, Tensor]:
         model = draw_weights(create_model(name, options, size)).to(device)
@@ -122,6 +134,7 @@ def check_side(name: str, pixels: int) -> None:
     lower = max(pixels // STRIDE, 1) * STRIDE
     remedy = f"{lower} or {lower + STRIDE} would be"
     require(pixels > 0 and pixels % STRIDE == 0, f"{name} {pixels} is no multiple of {STRIDE}: {remedy}")
+    check_value(name, pixels, int, Range(1, MOST_PIXELS))
 
 
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:
@@ -148,5 +161,11 @@ def create_model(name: str, options: dict[str, Any], size: int) -> nn.Module:
             if "img_size" not in str(error):
                 raise
             return timm.create_model(name, **options)
-    except (TypeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"{name} cannot be made with {options} for images of {size}² ({error})") from error
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        # Models of timm's do not check their arguments: what they cannot be made with, they stumble over somewhere.
+        problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise ValueError(
+            f"{name} cannot be made with {options} for images of {size}² ({problem}): choose other options or sizes"
+        ) from error

@@ -12,6 +12,7 @@ from ..detection.config import DetectorConfig
 from ..detection.cost import BOXES, CATEGORIES, MASKS, Kind, detector_cost, stages_of
 from ..detection.model import PyramidRCNN, build_detector
 from ..training.config import did_you_mean, require
+from ..training.memory import require_memory_for_images
 from .contenders import check_side, parse_model
 from .measure import SEED, Contender, Turn, draw_input
 
@@ -89,6 +90,7 @@ def detector_turns(backbones: Sequence[str], detectors: Sequence[str], height: i
     """
     for name, pixels in {"height": height, "width": width}.items():
         check_side(name, pixels)
+    require_memory_for_images(1, 3, height, width, "choose a smaller height or width")
     for kind in detectors:
         remedy = did_you_mean(kind, get_args(Kind)) or f"choose among {', '.join(get_args(Kind))}"
         require(kind in get_args(Kind), f"there is no detector {kind!r}: {remedy}")

@@ -13,9 +13,10 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from torch import Tensor, nn
 
+from ..checks import Range, check_value
 from ..classification.config import ClassificationConfig
 from ..classification.task import Classification
-from ..training.config import require
+from ..training.config import MOST_STEPS, require
 from ..training.loop import Trainer
 from .timing import Quartiles, quartiles, take_turns
 
@@ -74,6 +75,7 @@ def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
         steps: Steps of each kind.
     """
     require(steps > 1, f"steps is {steps}: it should be at least 2, to tell how much times vary")
+    check_value("steps", steps, int, Range(2, MOST_STEPS))
     with TemporaryDirectory() as folder:
         config = replace(config, run=replace(config.run, output=str(Path(folder) / "run"), resume="never"))
         console, numbers = Console(stderr=True), count()

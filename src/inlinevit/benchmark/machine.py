@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..training.memory import available_memory
+
 # Side of the square matrices whose product tells what the machine can do.
 GEMM_SIDE = 1024
 GEMM_FLOPS = 2 * GEMM_SIDE**3
@@ -30,10 +32,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    available = _value("/proc/meminfo", "MemAvailable")
-    return 1024 * int(available.split()[0]) if available else describe_machine(device)["memory"]
+    return torch.cuda.mem_get_info()[0] if device.type == "cuda" else available_memory()
 
 
 def gemm(device: torch.device) -> Callable[[], Tensor]:

@@ -15,11 +15,12 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from .. import optimize_for_inference
+from ..checks import Range, check_value
 from ..layers import InLineAttention
 from ..models._backbone import Backbone
 from ..models.catalog import count_macs
 from ..models.catalog import measure as count_for_catalog
-from ..training.config import require
+from ..training.config import MOST_STEPS, MOST_WORKERS, require
 from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
 from .memory import peak_memory
 from .timing import Quartiles, quartiles, take_turns
@@ -61,6 +62,8 @@ class Conditions:
     backward: bool = False
 
     def __post_init__(self) -> None:
+        check_value("threads", self.threads, int, Range(-inf, MOST_WORKERS))
+        check_value("rounds", self.rounds, int, Range(-inf, MOST_STEPS))
         require(self.threads > 0, f"threads is {self.threads}: it should be at least 1")
         require(self.rounds > 1, f"rounds is {self.rounds}: it should be at least 2, to tell how much times vary")
         require(self.device in ("cpu", "cuda"), f"device is {self.device}: it should be cpu or cuda")
@@ -247,7 +250,8 @@ def measure(what: str, turns: Sequence[Turn], modes: Sequence[str], conditions: 
             measurements += measure_turn(turn, modes, conditions, limits, notes, tell)
             bar.advance(task)
     if not measurements:
-        raise ValueError(f"nothing could be measured: {'; '.join(notes)}")
+        reason = "; ".join(notes) or f"none of the candidates can be run in the modes {', '.join(modes)}"
+        raise ValueError(f"nothing could be measured: {reason}")
     machine["gemm_rate"] = median(one.gemm_rate for one in measurements)
     return Results(what, {**settings, "modes": list(modes), **vars(conditions)}, machine, measurements, notes)
 

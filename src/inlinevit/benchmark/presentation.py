@@ -1,5 +1,6 @@
 """Results as tables, drawings, reports and Markdown. All of them are made from what the JSON file holds."""
 
+import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.table import Table as RichTable
 
 from ..report import Block, Picture, Report, Section, Table, Text
 from ..report.figures import svg_bytes
+from ..training.files import replace_bytes
 from .figures import Line, LinesPanel, attention_line, bars_figure, lines_figure, modes_figure, style_of
 from .machine import GEMM_SIDE
 from .measure import Measurement, Results, best_modes, from_json
@@ -369,13 +371,15 @@ def write_report(results: Results, folder: Path, name: str) -> Path:
     # Drawn anew: matplotlib moves things a little each time that it saves a figure.
     figure = draw(results)[0]
     write_svg(figure, folder / f"{name}.svg")
-    figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight")
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150, bbox_inches="tight")
+    replace_bytes(folder / f"{name}.png", content.getvalue())
     return page
 
 
 def write_svg(figure: Figure, path: Path) -> None:
     """The same figure makes the same file."""
-    path.write_bytes(svg_bytes(figure))
+    replace_bytes(path, svg_bytes(figure))
 
 
 def read_results(path: Path) -> tuple[Results, dict[str, Any]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checks import MOST_PIXELS, Range, check_value
 from ..models.catalog import CATALOG
 from ..training.config import did_you_mean, require
 from .contenders import layer_turns, model_contender, model_turns
@@ -70,7 +71,7 @@ def accuracy_turns(families: Sequence[str], batches: Sequence[int]) -> list[Turn
 def window_turns(windows: Sequence[int], batches: Sequence[int]) -> list[Turn]:
     """Swin-T at 224² with windows of several sizes, InLine and softmax, all in one turn."""
     for window in windows:
-        require(window > 0, f"window is {window}: it should be at least 1")
+        check_value("window", window, int, Range(1, MOST_PIXELS))
     models = [f"{model}:window_size={window}" for model in (INLINE_SWIN, SOFTMAX_SWIN) for window in windows]
     return model_turns(models, [224], batches)
 
@@ -105,6 +106,8 @@ class Bench:
 
 
 ALL_MODES = list(MODES)
+# Benches of what optimize_for_inference does not take.
+WITHOUT_OPTIMIZED = ("layer", "detection")
 BENCHES = {
     "layer": Bench(
         "an attention layer: InLine by each of its paths, linear, softmax, against the projections alone",
@@ -220,4 +223,9 @@ def run_bench(
     for mode in modes:
         remedy = did_you_mean(mode, MODES) or f"choose among {', '.join(MODES)}"
         require(mode in MODES, f"there is no mode {mode!r}: {remedy}")
+    asked = options.get("modes") or ()
+    require(
+        "optimized" not in asked or (what not in WITHOUT_OPTIMIZED and not backward),
+        f"mode optimized is for inference with classifiers, not for {'--backward' if backward else what}: leave it out",
+    )
     return measure(what, bench.make_turns(**chosen), modes, conditions, **chosen, quick=quick)

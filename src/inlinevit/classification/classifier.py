@@ -12,6 +12,7 @@ from torch import nn
 
 from ..files import read_json
 from ..models._weight_files import read_state_dict
+from ..training.config import require
 from ..training.runs import RUN_CLASSES, RUN_CONFIG, load_config, run_weights
 from .config import ClassificationConfig, ModelConfig
 from .inputs import InputSpec, input_spec
@@ -60,7 +61,7 @@ def open_classifier(
     run = run_config(model)
     classes: list[str] | None = None
     if run is None:
-        _check_name_or_run(model)
+        check_name_or_run(model)
         config, file = ModelConfig(name=model), checkpoint
     else:
         check_model_name(run.model.name)
@@ -93,7 +94,11 @@ def open_classifier(
     )
 
 
-def _check_name_or_run(model: str) -> None:
+def check_name_or_run(model: str) -> None:
+    """Refuse what is neither the folder of a training run nor the name of a model."""
+    require(bool(model.strip()), "the model is empty: name the folder of a training run, or a model")
+    if (Path(model) / RUN_CONFIG).is_file():
+        return
     if Path(model).is_dir() and not is_model(model):
         raise ValueError(f"{model} holds no {RUN_CONFIG}: name the folder of a training run, or a model")
     if Path(model).name != model:

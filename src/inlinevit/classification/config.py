@@ -1,9 +1,17 @@
 """What a classification run can be told. `inlinevit train` and the recipes are these classes."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from ..training.config import TrainConfig, require
+from ..checks import MOST_CLASSES, MOST_PIXELS
+from ..training.config import (
+    MOST_IMAGES,
+    MOST_WORKERS,
+    DataOptions,
+    TrainConfig,
+    check_fields,
+    require,
+)
 
 
 @dataclass
@@ -33,10 +41,51 @@ class DataConfig:
     """How many of the training images to use; null = all."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "data",
+            batch_size=MOST_IMAGES,
+            workers=MOST_WORKERS,
+            max_unreadable=MOST_IMAGES,
+            train_images=MOST_IMAGES,
+        )
+        for name in ("path", "eval_path"):
+            kind, slash, rest = (vars(self)[name] or "").partition("/")
+            require(
+                kind not in ("torch", "hfds") or not slash or bool(rest),
+                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
+            )
         require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
         require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
         require(self.max_unreadable >= 0, f"data.max_unreadable is {self.max_unreadable}: it should not be negative")
         require(self.train_images is None or self.train_images > 0, "data.train_images should be at least 1")
+
+
+@dataclass
+class ClassificationDataOptions(DataOptions):
+    """Which images to evaluate on, where they are not those of the training run.
+
+    What is not said is as in the run, or, without a run or with other images, the default of `inlinevit train`.
+    """
+
+    places: ClassVar[tuple[str, ...]] = ("path", "eval_path")
+
+    path: str | None = None
+    """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""
+    eval_path: str | None = None
+    """The same as path: give one of them."""
+    root: str | None = None
+    """Folder of the data that timm.data knows by a prefix; null = as in the run."""
+    batch_size: int | None = None
+    """Images in a batch of one process; null = as in the run, or 128."""
+    max_unreadable: int | None = None
+    """Images that cannot be used are named and skipped up to this number; null = as in the run, or 0."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.path is None or self.eval_path is None,
+            "data.path and data.eval_path both name the images to evaluate on: give one of them",
+        )
 
 
 @dataclass
@@ -71,6 +120,16 @@ class AugmentConfig:
     """How often an image comes in a row, each time varied anew; an epoch has as many images as without."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "augment",
+            ratio=100,
+            crop_padding=MOST_PIXELS,
+            color_jitter=10,
+            mixup=1000,
+            cutmix=1000,
+            repeats=1000,
+        )
         for name in ("hflip", "random_erasing", "mixup_switch", "label_smoothing"):
             value = vars(self)[name]
             require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
@@ -125,6 +184,7 @@ class ModelConfig:
     """Further arguments of the model, such as attention: softmax."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "model", num_classes=MOST_CLASSES, img_size=MOST_PIXELS)
         require(self.num_classes is None or self.num_classes > 1, "model.num_classes should be at least 2")
         require(self.img_size is None or self.img_size > 0, f"model.img_size is {self.img_size}: it should be positive")
         require(self.crop_pct is None or 0 < self.crop_pct <= 1, "model.crop_pct should be above 0 and at most 1")
@@ -151,6 +211,7 @@ class DistillationConfig:
     """Softens the probabilities to match."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "distillation", temperature=1000)
         require(
             self.teacher is not None or self.checkpoint is None,
             "distillation.checkpoint is given without a teacher: name its model with --distillation.teacher",

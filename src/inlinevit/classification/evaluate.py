@@ -2,11 +2,12 @@
 
 import csv
 import json
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -16,19 +17,26 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..training.files import finite, make_folder
+from ..training.config import require
+from ..training.files import finite, make_folder, replace_bytes, replacing_text
+from ..training.memory import require_memory_for_images
+from ..training.outputs import check_output_folder
 from ..training.setup import evaluation_accelerator
 from ..training.state import unsharded
-from .classifier import Classifier, open_classifier, run_config
-from .config import DataConfig
+from .classifier import Classifier, check_name_or_run, open_classifier, run_config
+from .config import ClassificationDataOptions, DataConfig
 from .data import ProblemCounter, evaluation_batches
 from .inputs import InputSpec, evaluation_transform
 from .metrics import Evaluation, EvaluationMetrics
 from .shards import ShardSource
-from .sources import ImageSource, open_part
+from .sources import FolderSource, ImageSource, TarSource, open_part
 
 CLASSES_SHOWN = 5
 NAMES_SHOWN = 3
+# What the command writes.
+OUTPUTS = ("evaluation.json", "per_class.csv", "confusion.png")
+# Prefixes of data that have a root.
+ROOTED = ("torch", "hfds", "wds")
 
 
 @torch.no_grad()
@@ -123,7 +131,7 @@ def match_classes(classes: Sequence[str] | None, classifier: Classifier) -> list
 
 def evaluate_command(
     model: str,
-    data: DataConfig,
+    data: ClassificationDataOptions,
     checkpoint: str | None = None,
     img_size: int | None = None,
     crop_pct: float | None = None,
@@ -142,40 +150,98 @@ def evaluate_command(
         output: Folder for evaluation.json, per_class.csv and confusion.png.
         precision: Half precision for what can bear it.
     """
+    check_name_or_run(model)
     accelerator = evaluation_accelerator(precision)
+    chosen = evaluation_data(model, data)
+    source = open_part(chosen, training=False)
     if output is not None:
-        make_folder(Path(output))
+        places = places_of(source)
+        inputs = [*places.files, *([checkpoint] if checkpoint else [])]
+        check_output_folder(output, OUTPUTS, inputs=inputs, image_folders=places.folders)
     with accelerator.main_process_first():
         classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size, crop_pct=crop_pct)
-    data = evaluation_data(model, data)
-    source = open_part(data, training=False)
+    labels = match_classes(source.classes, classifier)
+    check_batch_memory(classifier.spec, chosen.batch_size, len(source))
+    if output is not None:
+        make_folder(Path(output))
     outcome = evaluate(
         classifier.model.to(accelerator.device),
         source,
         classifier.spec,
-        data,
+        chosen,
         accelerator,
         classifier.num_classes,
-        labels=match_classes(source.classes, classifier),
+        labels=labels,
         show_progress=True,
     )
     if accelerator.is_main_process:
         _print_tables(outcome, classifier)
         if output is not None:
-            facts = {"model": model, "checkpoint": checkpoint, "data": data.eval_path, "img_size": classifier.spec.size}
+            facts = {
+                "model": model,
+                "checkpoint": checkpoint,
+                "data": chosen.path,
+                "img_size": classifier.spec.size,
+            }
             save_evaluation(outcome, classifier, facts, Path(output))
             Console(stderr=True).print(f"results are in {output}", markup=False, highlight=False)
     accelerator.end_training()
 
 
-def evaluation_data(model: str, data: DataConfig) -> DataConfig:
-    """The images to evaluate on, as a set that stands for itself: its classes are matched by name."""
+def evaluation_data(model: str, options: ClassificationDataOptions) -> DataConfig:
+    """The images to evaluate on, as a set that stands for itself: its classes are matched by name.
+
+    Args:
+        model: The folder of a run, whose images they are, except for what is said of them; or the name of a model.
+        options: What the user has said.
+    """
     run = run_config(model)
-    if run is not None and data.eval_path is None and data.path == DataConfig().path:
-        named = run.data
-        data = replace(named, batch_size=data.batch_size, workers=data.workers, max_unreadable=data.max_unreadable)
+    data = options.applied_to(None if run is None else run.data, DataConfig())
     path = data.eval_path or data.path
+    require(
+        options.root is None or path.partition("/")[0] in ROOTED,
+        f"data.root is for data whose name begins with {'/, '.join(ROOTED)}/, not for {path}: leave it out",
+    )
     return replace(data, path=path, eval_path=path)
+
+
+class Places(NamedTuple):
+    """Where images lie.
+
+    Attributes:
+        files: Files that hold several images.
+        folders: Folders of class folders.
+    """
+
+    files: list[str]
+    folders: list[Path]
+
+
+def places_of(source: ImageSource | ShardSource) -> Places:
+    """Where the images of a source lie, as far as it is known: results must not go there."""
+    if isinstance(source, ShardSource):
+        return Places([str(shard) for shard in source.shards], [])
+    if isinstance(source, TarSource):
+        return Places([str(source.file)], [])
+    if isinstance(source, FolderSource):
+        # The folder of an image is its class; what lies beside that would become a class, too.
+        parents = {os.path.dirname(os.path.dirname(os.path.abspath(file))) for file, _ in source.files}
+        return Places([], [Path(os.path.commonpath(parents))])
+    inner = getattr(source, "source", None)
+    return Places([], []) if inner is None else places_of(inner)
+
+
+def check_batch_memory(spec: InputSpec, batch_size: int, images: int) -> None:
+    """Refuse batches that do not fit into memory.
+
+    Args:
+        spec: What the model wants to see.
+        batch_size: Images in a batch.
+        images: How many there are.
+    """
+    count = min(batch_size, images)
+    remedy = "choose a smaller batch_size" if count > 1 else "choose a smaller img_size"
+    require_memory_for_images(count, len(spec.mean), spec.size, spec.size, remedy)
 
 
 def _print_tables(outcome: Evaluation, classifier: Classifier) -> None:
@@ -218,8 +284,8 @@ def save_evaluation(outcome: Evaluation, classifier: Classifier, facts: dict[str
         "per_class": outcome.per_class,
         "confusion": outcome.confusion.tolist(),
     }
-    (folder / "evaluation.json").write_text(json.dumps(content))
-    with (folder / "per_class.csv").open("w", newline="") as stream:
+    replace_bytes(folder / "evaluation.json", json.dumps(content).encode())
+    with replacing_text(folder / "per_class.csv", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["index", "class", "images", "right", "accuracy"])
         images, right = outcome.confusion.sum(dim=1).tolist(), outcome.confusion.diagonal().tolist()

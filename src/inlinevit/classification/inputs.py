@@ -1,5 +1,6 @@
 """From an image to what a model sees: the same for training, evaluation and prediction, but for augmentation."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +13,35 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor
 from torchvision import transforms
 
+from ..checks import Range
+from ..training.config import require
 from .config import AugmentConfig, ModelConfig
+
+# The parts of timm's policies, by name, with their numbers; timm passes over others without a word.
+AUTO_AUGMENT = {"mstd": Range(0, 1000)}
+POLICIES = {
+    "rand": {
+        "m": Range(0, 100),
+        "n": Range(1, 100),
+        "p": Range(0, 1),
+        "mstd": Range(0, 1000),
+        "mmax": Range(1, 100),
+        "inc": Range(0, 1),
+    },
+    "augmix": {
+        "m": Range(0, 100),
+        "w": Range(1, 100),
+        "d": Range(1, 100),
+        "a": Range(0.001, 1000),
+        "b": Range(0, 1),
+        "mstd": Range(0, 1000),
+    },
+    **dict.fromkeys(("original", "originalr", "v0", "v0r", "3a"), AUTO_AUGMENT),
+}
+# Parts whose numbers need not be whole.
+FRACTIONS = ("p", "mstd", "a")
+# RandAugment may name a set of transforms: rand-tweights.
+TRANSFORM_SETS = ("weights", "3aw", "3a")
 
 
 @dataclass
@@ -77,6 +106,13 @@ class Normalized:
 
 def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
     """timm's augmentation of a training image."""
+    if augment.auto_augment is not None:
+        check_policy(augment.auto_augment)
+    require(
+        augment.scale is not None or augment.crop_padding <= spec.size,
+        f"augment.crop_padding is {augment.crop_padding}, but images have {spec.size} pixels along a side: choose at "
+        "most as many, or crops would show nothing",
+    )
     try:
         transform = create_transform(
             spec.size,
@@ -107,6 +143,41 @@ def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
         if augment.crop_padding:
             steps[1:1] = [transforms.RandomCrop(spec.size, padding=augment.crop_padding)]
     return transforms.Compose(steps)
+
+
+def check_policy(policy: str) -> None:
+    """Refuse a policy of timm's that has parts which timm would pass over, or numbers that make no sense.
+
+    Args:
+        policy: Such as rand-m9-mstd0.5-inc1: a name, then parts of letters and a number.
+    """
+    name, *parts = policy.split("-")
+    if name not in POLICIES:
+        raise ValueError(
+            f"timm has no augmentation called {policy!r}: set augment.auto_augment to one such as "
+            "rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or original, or to null"
+        )
+    seen = set()
+    for part in parts:
+        letters = part.rstrip("0123456789.")
+        number, allowed = part.removeprefix(letters), POLICIES[name].get(letters)
+        if name == "rand" and part.startswith("t") and part[1:] in TRANSFORM_SETS:
+            letters = "t"
+        elif allowed is None:
+            raise ValueError(
+                f"augment.auto_augment is {policy!r}, and {name} has no part {part!r}: it has "
+                f"{', '.join(POLICIES[name])}, each followed by a number"
+            )
+        elif not (re.fullmatch(r"\d+(\.\d+)?", number) and allowed.contains(float(number))) or (
+            letters not in FRACTIONS and not number.isdecimal()
+        ):
+            kind = "a number" if letters in FRACTIONS else "a whole number"
+            raise ValueError(
+                f"augment.auto_augment is {policy!r}: {letters} should be followed by {kind} from {allowed.least} to "
+                f"{allowed.most}"
+            )
+        require(letters not in seen, f"augment.auto_augment is {policy!r}, which has {letters} twice: leave out one")
+        seen.add(letters)
 
 
 def evaluation_transform(spec: InputSpec) -> Any:

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any, cast
 
+import torch
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
@@ -46,6 +47,14 @@ def build_model(config: ModelConfig, num_classes: int, *, new_head: bool = True)
         OSError: The published weights cannot be fetched.
         ValueError: There is no such model or option, or the checkpoint is of another model.
     """
+    model = _build_with_weights(config, num_classes, new_head)
+    if config.img_size is not None and not is_ours(config.name):
+        require_size(model, config)
+    return model
+
+
+def _build_with_weights(config: ModelConfig, num_classes: int, new_head: bool) -> nn.Module:
+    """See build_model."""
     check_model_name(config.name)
     if config.checkpoint is None:
         if not config.pretrained:
@@ -73,7 +82,7 @@ def build_model(config: ModelConfig, num_classes: int, *, new_head: bool = True)
         warnings.warn(
             f"{config.checkpoint} is for {classes} classes and the model has {num_classes}: the head is not loaded, so "
             "it starts from random weights",
-            stacklevel=2,
+            stacklevel=3,
         )
     return model
 
@@ -93,6 +102,23 @@ def _create(config: ModelConfig, num_classes: int, **weights: Any) -> nn.Module:
         own_words=OWN_WORDS,
         when_refused=when_refused,
     )
+
+
+@torch.no_grad()
+def require_size(model: nn.Module, config: ModelConfig) -> None:
+    """Refuse images of a size that a model of timm's cannot see: some say so when they see the first one only."""
+    device = next(model.parameters()).device
+    image = torch.zeros(1, config.in_chans, config.img_size or 1, config.img_size or 1, device=device)
+    was_training = model.training
+    try:
+        model.eval()(image)
+    except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{config.name} cannot see images of {config.img_size} pixels ({' '.join(str(error).split())[:200]}): "
+            "choose another img_size"
+        ) from error
+    finally:
+        model.train(was_training)
 
 
 def _check_any_size(config: ModelConfig) -> None:

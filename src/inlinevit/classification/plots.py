@@ -1,5 +1,6 @@
 """Pictures of evaluations."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
+
+from ..training.files import replace_bytes
 
 # Up to so many classes, each has its name at the matrix; up to fewer, each cell its number.
 MOST_NAMED = 50
@@ -77,4 +80,6 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, 
         axes[1].invert_yaxis()
         axes[1].xaxis.get_major_locator().set_params(integer=True)
         axes[1].set(xlabel=unit, title="most frequent mistakes")
-    figure.savefig(file)
+    content = io.BytesIO()
+    figure.savefig(content, format=Path(file).suffix.removeprefix("."))
+    replace_bytes(Path(file), content.getvalue())

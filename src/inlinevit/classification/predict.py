@@ -18,9 +18,14 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.data import DataLoader
 
+from ..checks import Range, check_value
 from ..images import ImageFiles, on_one_line
-from .classifier import Classifier, open_classifier
+from ..training.config import MOST_IMAGES
+from ..training.files import replacing_text
+from ..training.outputs import check_output_file
+from .classifier import Classifier, check_name_or_run, open_classifier
 from .data import LabelledImages, Sample
+from .evaluate import check_batch_memory
 from .inputs import evaluation_transform
 
 # Width of a table that is not shown on a terminal.
@@ -86,8 +91,7 @@ def predict(
         batch_size: Images that are computed together.
         device: Where to compute; None = the best there is.
     """
-    if top < 1 or batch_size < 1:
-        raise ValueError(f"top is {top} and batch_size {batch_size}: both should be at least 1")
+    check_numbers(top, batch_size)
     spec, names = classifier.spec, classifier.readable_classes()
     source = FileSource(images)
     samples = LabelledImages(source, evaluation_transform(spec), spec.mode, num_classes=1)
@@ -103,6 +107,12 @@ def predict(
         for _, _, problems in batch:
             yield _prediction(source.name(index), problems, None if problems else next(chosen), names)
             index += 1
+
+
+def check_numbers(top: int, batch_size: int) -> None:
+    """Refuse numbers that make no sense; arguments as for `predict`."""
+    for name, value in {"top": top, "batch_size": batch_size}.items():
+        check_value(name, value, int, Range(1, MOST_IMAGES))
 
 
 def _prediction(
@@ -145,16 +155,20 @@ def predict_command(
     Returns:
         The exit code: 1 if an image could not be used, else 0.
     """
+    check_numbers(top, batch_size)
+    check_name_or_run(model)
+    files = ImageFiles(images)
     if output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        check_output_file(output, [*(path for path, _ in files.files), *([checkpoint] if checkpoint else [])])
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Programs expect UTF-8; people want names to be shown, even in letters that their terminal does not know.
         sys.stdout.reconfigure(errors="backslashreplace", encoding=None if format == "table" else "utf-8")
     classifier = open_classifier(model, checkpoint=checkpoint, img_size=img_size)
+    check_batch_memory(classifier.spec, batch_size, len(files))
     predictions = predict(classifier, images, top=top, batch_size=batch_size)
     failed: list[str] = []
     # csv writes its own ends of lines.
-    with open(output, "w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout) as stream:
+    with nullcontext(sys.stdout) if output is None else replacing_text(Path(output), newline="") as stream:
         WRITERS[format](_with_problems_told(predictions, failed), stream)
     return 1 if failed else 0
 

@@ -12,9 +12,10 @@ from ..training.batching import BatchPlan
 from ..training.config import require
 from ..training.creation import check_model_name
 from ..training.data import TrainingData
+from ..training.outputs import check_run_output
 from .config import AugmentConfig, ClassificationConfig, DistillationConfig, ModelConfig
 from .data import ProblemCounter, training_batches
-from .evaluate import evaluate
+from .evaluate import check_batch_memory, evaluate, places_of
 from .inputs import input_spec, training_transform
 from .model import build_model, classes_of_model
 from .sources import open_source
@@ -90,12 +91,22 @@ class Classification:
         self.batch_multiple = 2 if config.augment.mixes else 1
         check_model_name(config.model.name)
         self.spec = input_spec(config.model)
+        self.transform = training_transform(config.augment, self.spec)
         self.training_source = open_source(config.data, training=True)
         self.classes = self.training_source.classes
         self.evaluation_source = open_source(config.data, training=False, classes=self.classes)
         self.num_classes = config.model.num_classes or len(self.classes or ())
         if self.num_classes == 0:
             raise ValueError(f"{config.data.path} does not tell its classes: set --model.num_classes")
+        require(
+            self.num_classes >= len(self.classes or ()),
+            f"model.num_classes is {self.num_classes}, but {config.data.path} has {len(self.classes or ())} classes: "
+            "leave it out, or raise it",
+        )
+        for source in (self.training_source, self.evaluation_source):
+            check_batch_memory(self.spec, config.data.batch_size, len(source))
+            weights = [file for file in (config.model.checkpoint, config.distillation.checkpoint) if file]
+            check_run_output(config.run.output, [*places_of(source).files, *weights])
         self.problems = ProblemCounter(config.data.max_unreadable)
         self.mixup = make_mixup(config.augment, self.num_classes)
         self.teacher = (
@@ -110,7 +121,7 @@ class Classification:
         """See Task.training_data."""
         return training_batches(
             self.training_source,
-            training_transform(self.config.augment, self.spec),
+            self.transform,
             self.spec.mode,
             self.num_classes,
             self.config.data,

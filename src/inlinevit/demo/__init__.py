@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..checks import Range, check_value
 from ..classification.config import AugmentConfig, ClassificationConfig, DataConfig, ModelConfig
-from ..training.config import OptimizerConfig, RunConfig, ScheduleConfig, require
+from ..training.config import MOST_STEPS, OptimizerConfig, RunConfig, ScheduleConfig, require
 
 __all__ = ["ATTENTIONS", "demo", "demo_config"]
 
@@ -76,15 +77,16 @@ def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps
     is_known = data == "embedded" or data.startswith("fashion-mnist:")
     require(is_known, f"data is {data!r}: it should be embedded, or fashion-mnist:FOLDER")
     require(os.environ.get("WORLD_SIZE", "1") == "1", "the demo runs in one process: start it without a launcher")
-    require(steps > 0, f"steps is {steps}: it should be at least 1")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"Three small vision transformers, {steps} training steps each: {', '.join(ATTENTIONS)} attention.")
-    # Imported here, so that the line above comes at once: what follows takes seconds to load.
-    from .compare import compare
-
+    check_value("steps", steps, int, Range(1, MOST_STEPS))
+    require(bool(output.strip()), "output is empty: name a folder, or leave it out")
     folder = Path(output)
     configs = {
         attention: demo_config(attention, output=str(folder / attention), data=data, seed=seed, steps=steps)
         for attention in ATTENTIONS
     }
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"Three small vision transformers, {steps} training steps each: {', '.join(ATTENTIONS)} attention.")
+    # Imported here, so that the line above comes at once: what follows takes seconds to load.
+    from .compare import compare
+
     return compare(folder, configs, console)

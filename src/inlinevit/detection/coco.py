@@ -114,7 +114,7 @@ class CocoSource:
                 )
             if not _is_whole(category) or category not in self.labels:
                 raise ValueError(
-                    f"{name} is of category {category!r:.100}, which the file does not have: remove one or add the other"
+                    f"{name} is of category {category!r:.80}, which the file does not have: remove one or add the other"
                 )
             if place in taken:
                 image = taken[place]
@@ -364,7 +364,8 @@ def what_is_wrong_with_rle(rle: Any, image: Record) -> str:
     if not isinstance(rle, dict) or not isinstance(rle.get("counts"), list | str):
         return "has a segmentation that is neither a list of polygons nor RLE with size and counts: mend it"
     if rle.get("size") != size:
-        return f"has a mask of the size {rle.get('size')}, but its image has {size}, height and width: mend one of them"
+        found = f"{rle.get('size')!r:.80}"
+        return f"has a mask of the size {found}, but its image has {size}, height and width: mend one of them"
     runs = _run_lengths(rle["counts"])
     if not all(_is_whole(run) and run >= 0 for run in runs) or sum(runs) != size[0] * size[1]:
         # pycocotools would fill such a mask with whatever is in memory.

@@ -1,10 +1,19 @@
 """What a detection run can be told. `inlinevit detect train` and the recipes are these classes."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from ..checks import MOST_CLASSES, MOST_PIXELS
 from ..training.backbone import BackboneConfig
-from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig, require
+from ..training.config import (
+    OptimizerConfig,
+    ScheduleConfig,
+    SplitDataConfig,
+    SplitDataOptions,
+    TrainConfig,
+    check_fields,
+    require,
+)
 
 
 @dataclass
@@ -33,6 +42,8 @@ class DetectionDataConfig(SplitDataConfig):
 class DetectionDataOptions(SplitDataOptions):
     """Which images to evaluate on, where they are not those of the training run."""
 
+    places: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
+
     eval_annotations: str | None = None
     """The annotations to evaluate on, if they lie elsewhere; null = as in the run."""
     eval_folder: str | None = None
@@ -58,6 +69,14 @@ class DetectionAugmentConfig:
     """Share of images into which objects of another image are pasted."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "augment",
+            sides=MOST_PIXELS,
+            longest_side=MOST_PIXELS,
+            scale_jitter=100,
+            jitter_side=MOST_PIXELS,
+        )
         for name in ("hflip", "copy_paste"):
             value = vars(self)[name]
             require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
@@ -101,6 +120,19 @@ class DetectorConfig(BackboneConfig):
     """Of two boxes of a category that overlap more than this, one is told."""
     detections: int = 100
     """How many objects are told of an image, at most."""
+
+    def most(self) -> dict[str, float]:
+        """See BackboneConfig.most."""
+        return {
+            "num_classes": MOST_CLASSES,
+            "side": MOST_PIXELS,
+            "longest_side": MOST_PIXELS,
+            "channels": 2048,
+            "box_channels": 8192,
+            "anchor_side": MOST_PIXELS,
+            "rois": 10**6,
+            "detections": 10**6,
+        }
 
     def __post_init__(self) -> None:
         super().__post_init__()

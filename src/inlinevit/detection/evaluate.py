@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from rich.text import Text
 from torch import nn
 
 from ..training.config import require
-from ..training.files import finite, make_folder, space_for
+from ..training.files import finite, make_folder, replace_bytes, replacing_text
+from ..training.outputs import check_output_folder
 from ..training.runs import run_config
 from ..training.setup import evaluation_accelerator
 from ..training.state import unsharded
@@ -39,8 +40,9 @@ from .results import (
 
 CLASSES_SHOWN = 5
 NAMES_SHOWN = 3
-# Fields of DetectionDataConfig that say where the images to evaluate on are.
-PLACES = ("path", "eval_annotations", "eval_folder")
+# What the command writes, and for each kind of results.
+OUTPUTS = ("evaluation.json", "per_class.csv")
+RESULTS = "results_{}.json"
 
 
 def evaluate(
@@ -159,18 +161,24 @@ def evaluate_command(
             may be in files of their own.
     """
     require(run is not None or bool(results), "name the folder of a training run, or results with --results")
+    without_model = "results are evaluated without a model: leave out --{}, or --results"
+    require(not results or checkpoint is None, without_model.format("checkpoint"))
+    require(not results or precision == "no", without_model.format("precision"))
     accelerator = evaluation_accelerator(precision)
-    if output is not None:
-        make_folder(Path(output))
     chosen = evaluation_data(run, data)
+    source = open_coco(chosen, training=False)
+    if output is not None:
+        names = OUTPUTS if results else (*OUTPUTS, *(RESULTS.format(iou_type) for iou_type in PARTS.values()))
+        inputs = [str(source.file), *(results or []), *([checkpoint] if checkpoint else [])]
+        check_output_folder(output, names, inputs=inputs)
     if results:
-        require(checkpoint is None, "results are evaluated without a model: leave out --checkpoint, or --results")
-        source = open_coco(chosen, training=False)
         title, found = ", ".join(results), read_results(results, source.ground_truth())
     else:
         assert run is not None
         detector = open_detector(run, checkpoint=checkpoint)
-        source = open_coco(chosen, training=False)
+        categories = match_categories(detector.categories, source)
+        if output is not None:
+            make_folder(Path(output))
         title, found = (
             f"{detector.name}, {detector.config.side} pixels, {source.file}",
             collect_results(
@@ -178,7 +186,7 @@ def evaluate_command(
                 source,
                 chosen,
                 accelerator,
-                categories=match_categories(detector.categories, source),
+                categories=categories,
                 show_progress=True,
             ),
         )
@@ -196,9 +204,14 @@ def evaluate_command(
 
 def evaluation_data(run: str | None, options: DetectionDataOptions) -> DetectionDataConfig:
     """The images to evaluate on: those of a run, but for what is said of them, unless others are named."""
-    said = options.said()
-    is_elsewhere = run is None or bool(said.keys() & set(PLACES))
-    return replace(DetectionDataConfig() if is_elsewhere else run_config(DetectionConfig, run or "").data, **said)
+    data = options.applied_to(None if run is None else run_config(DetectionConfig, run).data, DetectionDataConfig())
+    unused = [name for name in ("path", "eval_split") if name in options.said()]
+    require(
+        not unused or data.eval_annotations is None or data.eval_folder is None,
+        f"data.{' and data.'.join(unused)} would not be used, because data.eval_annotations and data.eval_folder name "
+        "the files: leave out one or the other",
+    )
+    return data
 
 
 def print_tables(outcome: DetectionEvaluation, title: str) -> None:
@@ -242,12 +255,11 @@ def save_evaluation(outcome: DetectionEvaluation, facts: dict[str, Any], folder:
     """
     rows = [_row(one) for one in outcome.per_class]
     content = {**facts, **finite(outcome.numbers()), "images": outcome.images, "per_class": rows}
-    with space_for(folder):
-        (folder / "evaluation.json").write_text(json.dumps(content))
-        with (folder / "per_class.csv").open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, ["id", "name", "objects", "box_AP", "mask_AP"])
-            writer.writeheader()
-            writer.writerows(rows)
+    replace_bytes(folder / "evaluation.json", json.dumps(content).encode())
+    with replacing_text(folder / "per_class.csv", newline="") as stream:
+        writer = csv.DictWriter(stream, ["id", "name", "objects", "box_AP", "mask_AP"])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _row(one: CategoryPrecision) -> Record:
@@ -264,6 +276,5 @@ def save_results(results: list[Record], folder: Path) -> None:
         results: What a detector has found.
         folder: Where they go; it exists.
     """
-    with space_for(folder):
-        for part, iou_type in PARTS.items():
-            (folder / f"results_{iou_type}.json").write_text(json.dumps(only(part, results)))
+    for part, iou_type in PARTS.items():
+        replace_bytes(folder / RESULTS.format(iou_type), json.dumps(only(part, results)).encode())

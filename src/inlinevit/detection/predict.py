@@ -21,7 +21,9 @@ from ..images import (
     why_unusable,
 )
 from ..training.config import require
-from ..training.files import json_list, make_folder, space_for
+from ..training.files import json_list, make_folder, replace_png, space_for
+from ..training.outputs import check_output_folder
+from ..training.setup import find_device
 from .coco import Record
 from .detector import Detector, open_detector
 from .drawing import draw_objects
@@ -59,7 +61,7 @@ def predict(
         threshold: Objects with lower scores are not told.
         device: Where to compute; None = the best there is.
     """
-    require(0 <= threshold <= 1, f"threshold is {threshold}: it should be from 0 to 1")
+    check_threshold(threshold)
     device = torch.device(device or PartialState().device)
     model = detector.model.to(device)
     for index in range(len(files)):
@@ -75,6 +77,11 @@ def predict(
         objects = to_results(sure, index, (image.height, image.width), detector.categories)
         objects.sort(key=lambda one: one["score"], reverse=True)
         yield Prediction(files.name(index), image, objects)
+
+
+def check_threshold(threshold: float) -> None:
+    """Refuse a threshold that no score could be compared with."""
+    require(0 <= threshold <= 1, f"threshold is {threshold}: it should be from 0 to 1")
 
 
 def predict_command(
@@ -99,11 +106,14 @@ def predict_command(
         The exit code: 1 if an image could not be used, else 0.
     """
     show_any_letter()
-    folder = Path(output)
-    make_folder(folder)
-    detector = open_detector(run, checkpoint=checkpoint)
+    check_threshold(threshold)
     files = ImageFiles(images)
-    predictions = predict(detector, files, threshold=threshold, device=device)
+    inputs = [*(path for path, _ in files.files), *([checkpoint] if checkpoint else [])]
+    folder = check_output_folder(output, [PREDICTIONS], inputs=inputs)
+    found_device = find_device(device)
+    detector = open_detector(run, checkpoint=checkpoint)
+    make_folder(folder)
+    predictions = predict(detector, files, threshold=threshold, device=found_device)
     names = {category.id: category.name for category in detector.categories}
     failed = 0
     with space_for(folder), json_list(folder / PREDICTIONS) as write:
@@ -112,7 +122,7 @@ def predict_command(
                 failed += 1
                 print(on_one_line(prediction.error or ""), file=sys.stderr)
             else:
-                draw_objects(prediction.image, prediction.objects, detector.categories).save(drawing)
+                replace_png(drawing, draw_objects(prediction.image, prediction.objects, detector.categories))
                 print(on_one_line(summary(prediction, names)))
             write(to_json(prediction, drawing, names))
     return 1 if failed else 0

@@ -10,6 +10,8 @@ from ..training.batching import BatchPlan
 from ..training.config import require
 from ..training.creation import check_model_name
 from ..training.data import TrainingData
+from ..training.memory import require_memory_for_images
+from ..training.outputs import check_run_output
 from .coco import open_coco
 from .config import DetectionConfig
 from .data import training_batches
@@ -43,6 +45,10 @@ class Detection:
             f"{self.training_source.file} and {self.evaluation_source.file} have different categories: both should "
             "list the same ids and names",
         )
+        check_memory(config)
+        for source in (self.training_source, self.evaluation_source):
+            weights = [config.model.checkpoint] if config.model.checkpoint else []
+            check_run_output(config.run.output, [source.file, *weights])
         self.num_classes = config.model.num_classes or len(self.categories)
         require(
             self.num_classes >= len(self.categories),
@@ -73,3 +79,11 @@ class Detection:
     def notes(self) -> dict[str, Any]:
         """See Task.notes."""
         return {"categories": [asdict(category) for category in self.categories]}
+
+
+def check_memory(config: DetectionConfig) -> None:
+    """Refuse images that do not fit into memory: a batch of those for training, and one for evaluation."""
+    augment, remedy = config.augment, "choose a smaller data.batch_size, or smaller sides"
+    side = max(augment.sides) if augment.scale_jitter is None else augment.jitter_side
+    require_memory_for_images(config.data.batch_size, 3, side, side, remedy)
+    require_memory_for_images(1, 3, config.model.side, config.model.side, "choose a smaller model.side")

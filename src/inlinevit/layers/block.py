@@ -54,6 +54,8 @@ class Block(nn.Module):
         self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
         self.hidden_dim = int(dim * mlp_ratio)
+        if self.hidden_dim < 1:
+            raise ValueError(f"mlp_ratio is {mlp_ratio}, which leaves no hidden channels of {dim}: choose a larger one")
         self.mlp_is_local = local_mlp
         mlp = LocalMlp if local_mlp else Mlp
         self.mlp = mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)

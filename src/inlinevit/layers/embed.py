@@ -44,6 +44,9 @@ class ConvEmbed(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, value in {"in_chans": in_chans, "dim": dim, "kernel": kernel, "stride": stride}.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it should be at least 1")
         self.stride = stride
         # Large patches of an image, side by side, are multiplied as rows of a matrix: faster on a CPU.
         self.patches_as_rows = kernel == stride and stride >= 8 and padding == 0 and in_chans <= 4

@@ -44,6 +44,8 @@ class InLineAttention(TokenMixer):
         **options: Any,
     ) -> None:
         super().__init__(dim, num_heads, **options)
+        if path is not None and path not in PATHS:
+            raise ValueError(f"unknown path {path!r}: choose one of {', '.join(PATHS)}")
         factory = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.path = path
         self.feature_map = FeatureMap(feature_map, num_heads, self.head_dim, **factory)

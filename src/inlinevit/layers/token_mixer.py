@@ -76,6 +76,8 @@ class TokenMixer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim is {dim}: it should be at least 1")
         if num_heads < 1 or dim % num_heads != 0:
             raise ValueError(f"dim must be divisible by num_heads, but dim is {dim} and num_heads is {num_heads}")
         self.dim = dim

@@ -9,6 +9,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..layers import PositionEmbedding
+from ._arguments import check_arguments
 from ._checkpoint import load_checkpoint
 from ._stage import Stage, grid_of, tokens_to_map
 
@@ -149,6 +150,7 @@ class Backbone(nn.Module):
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Keep learned positions for another input size from now on. Inputs of any size work without this, too."""
+        check_arguments({"img_size": img_size}, {"img_size": int | tuple[int, int]})
         for stage, reduction in zip(self.stage_list(), self.reductions, strict=True):
             if stage.positions is not None:
                 before = stage.positions.grid
@@ -165,6 +167,7 @@ class Backbone(nn.Module):
     @torch.jit.ignore
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Give the model a new head (0 = none), and another pooling if one is named."""
+        check_arguments({"num_classes": num_classes}, {"num_classes": int})
         self.num_classes = num_classes
         if global_pool is not None:
             self.global_pool = self._check_pool(global_pool)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers import PositionEmbedding
 from ..layers.embed import resize_positions
-from ._weight_files import FLOATS, WRAPPERS, classes_of_head, describe, read_state_dict, shorten
+from ._weight_files import FLOATS, WRAPPERS, classes_of_head, describe, one_line, read_state_dict
 
 # Buffers of published files, which our models compute.
 IGNORED_BUFFERS = ("relative_position_index", "attn_mask")
@@ -126,7 +126,7 @@ def _mismatch(state_dict: dict[str, Tensor], own: dict[str, Tensor]) -> str:
 
 
 def _first_few(what: str, names: list[str]) -> str:
-    shown = ", ".join(shorten(name) for name in names[:NAMES_SHOWN])
+    shown = ", ".join(one_line(name) for name in names[:NAMES_SHOWN])
     return f"{len(names)} {what}" + (f" ({shown}{', …' if len(names) > NAMES_SHOWN else ''})" if names else "")
 
 
@@ -162,7 +162,7 @@ def rename(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
         name, part = _own_name(published, model.published_names)
         parts = renamed.setdefault(name, {})
         if part in parts:
-            raise ValueError(f"the weights hold {shorten(name)} twice, once under the name {shorten(published)}")
+            raise ValueError(f"the weights hold {one_line(name)} twice, once under the name {one_line(published)}")
         parts[part] = value
     return {name: _join(name, [parts[i] for i in sorted(parts)]) for name, parts in renamed.items()}
 
@@ -183,7 +183,7 @@ def _join(name: str, parts: list[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     if any(part.dim() == 0 or part.shape[1:] != parts[0].shape[1:] or part.dtype not in FLOATS for part in parts):
-        raise ValueError(f"the parts of {shorten(name)} do not fit together: {', '.join(map(describe, parts))}")
+        raise ValueError(f"the parts of {one_line(name)} do not fit together: {', '.join(map(describe, parts))}")
     return torch.cat(parts)
 
 

@@ -1,5 +1,6 @@
 """Stages: an embedding, then blocks, whose attention is named by words."""
 
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -8,7 +9,9 @@ from timm.layers import calculate_drop_path_rates, to_2tuple, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from ..checks import check_value
 from ..layers import ATTENTIONS, Block, PositionEmbedding, SquareWindows, TokenMixer, WholeMap
+from ._arguments import MOST_CHANNELS
 
 # A stage's attention: a word for all its blocks, or words for its first blocks, of which the last word goes on.
 StageAttention = str | Sequence[str]
@@ -135,9 +138,13 @@ def grid_of(img_size: int | tuple[int, int], reduction: int) -> tuple[int, int]:
 
 
 def check_attention_options(given: Mapping[str, Any], words: Sequence[Sequence[str]]) -> None:
-    """Refuse options that none of the attentions named by the words has."""
-    known = {option for stage in words for word in stage for option in ATTENTIONS[word].own_options}
-    for name in given:
+    """Refuse options that none of the attentions named by the words has, and values of other types than theirs."""
+    kinds_named = {ATTENTIONS[word] for stage in words for word in stage}
+    known = {option for kind in kinds_named for option in kind.own_options}
+    for name, value in given.items():
+        for kind in kinds_named:
+            if name in kind.own_options:
+                check_value(f"{name} in attention_options", value, typing.get_type_hints(kind.__init__)[name])
         if name not in known:
             kinds = " and ".join(sorted({word for stage in words for word in stage}))
             choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out"
@@ -181,6 +188,12 @@ def make_stages(
         class_token: Whether the last stage has a class token.
     """
     words = attention_by_stage(attention, depths)
+    for stage, dim in enumerate(dims):
+        if dim > MOST_CHANNELS:
+            raise ValueError(
+                f"stage {stage} would have {dim} channels, but {MOST_CHANNELS} are the most: choose fewer channels for "
+                "the first stage, or fewer stages"
+            )
     given = {} if attention_options is None else dict(attention_options)
     check_attention_options(given, words)
 

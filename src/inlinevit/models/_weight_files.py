@@ -73,7 +73,7 @@ def _read_torch_file(stream: BinaryIO, path: Path) -> dict[str, Tensor]:
         weights = {name: file.tensor(record) for name, record in records.items()}
     except ForbiddenName as error:
         raise ValueError(
-            f"{path} was refused, because it holds {shorten(str(error))}, which could run code: only tensors, plain "
+            f"{path} was refused, because it holds {one_line(str(error))}, which could run code: only tensors, plain "
             f"containers and {CONFIG_CLASS} are read, so save the weights alone, with torch.save(model.state_dict(), …)"
         ) from None
     except Damaged as error:
@@ -92,7 +92,7 @@ def _why_damaged(path: Path, kind: str, reason: str) -> str:
     if "TorchScript" in reason:
         return f"{path} is a TorchScript program, which holds code: save the weights alone, model.state_dict()"
     return (
-        f"{path} is not a whole {kind} file ({shorten(reason.strip().partition(chr(10))[0])}): delete it and fetch it "
+        f"{path} is not a whole {kind} file ({one_line(reason.strip().partition(chr(10))[0])}): delete it and fetch it "
         "again, or name it .safetensors if it is one and .pth if not"
     )
 
@@ -116,11 +116,11 @@ def _what_is_wrong(name: Any, value: Any) -> str:
     if not isinstance(name, str):
         return f"a name in it is not text, but {type(name).__name__}"
     if isinstance(value, UnusualTensor):
-        return f"{shorten(name)} is a {value.kind} tensor"
+        return f"{one_line(name)} is a {value.kind} tensor"
     if not isinstance(value, Tensor | TensorRecord):
-        return f"{shorten(name)} is not a tensor"
+        return f"{one_line(name)} is not a tensor"
     if value.dtype not in (*FLOATS, *INTEGERS):
-        return f"{shorten(name)} is of the type {str(value.dtype).removeprefix('torch.')}"
+        return f"{one_line(name)} is of the type {str(value.dtype).removeprefix('torch.')}"
     return ""
 
 
@@ -144,7 +144,7 @@ def _unwrap(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return state_dict
 
 
-def shorten(text: str) -> str:
+def one_line(text: str) -> str:
     """Text from a file, cut to what fits into a message of one line."""
     cut = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
     return "".join(letter if letter.isprintable() else "?" for letter in cut)
@@ -160,7 +160,7 @@ def require_floats(weights: dict[str, Tensor], path: str | Path) -> None:
     for name, value in weights.items():
         if name.endswith(("weight", "bias")) and value.dtype not in FLOATS:
             raise ValueError(
-                f"{path} holds no weights that can be loaded ({shorten(name)} is of the type "
+                f"{path} holds no weights that can be loaded ({one_line(name)} is of the type "
                 f"{str(value.dtype).removeprefix('torch.')}): save them in floating point"
             )
 
@@ -183,7 +183,7 @@ def classes_of_head(weights: dict[str, Tensor], head: str, path: str | Path) -> 
     if weight is None and bias is None:
         return None
     tensors = {f"{head}.weight": weight, f"{head}.bias": bias}
-    found = " and ".join(f"{shorten(name)} {describe(value)}" for name, value in tensors.items() if value is not None)
+    found = " and ".join(f"{one_line(name)} {describe(value)}" for name, value in tensors.items() if value is not None)
     is_head = (
         weight is not None
         and weight.dim() >= 2

@@ -9,6 +9,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import ConvEmbed, CrossStripes, SoftmaxAttention, TokenMixer, WholeMap
+from ._arguments import checked
 from ._backbone import Backbone
 from ._registry import create, default_cfg
 from ._stage import StageAttention, check_stages, grid_of, make_stages
@@ -52,6 +53,7 @@ class InLineCSWin(Backbone):
         (r"\.attns\.(\d)\.residual\.2\.(\w+)$", r".attn.local_residual.fc2.\2#\1"),
     )
 
+    @checked
     def __init__(
         self,
         *,
@@ -78,6 +80,8 @@ class InLineCSWin(Backbone):
         check_stages(depths, num_heads=num_heads, split_sizes=split_sizes)
         coarse = max(7, min(grid_of(img_size, 32)))
         stripes = (1, 2, coarse, coarse) if split_sizes is None else split_sizes
+        if len(stripes) < len(depths):
+            raise ValueError(f"split_sizes are known for {len(stripes)} stages, not {len(depths)}: name them")
         dims = [embed_dim * 2**i for i in range(len(depths))]
         options = {"lepe": True, "qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
 

@@ -8,6 +8,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..layers import ConvEmbed, FocusedAttention, PositionEmbedding, SoftmaxAttention, TokenMixer
+from ._arguments import checked
 from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
 from ._stage import StageAttention, grid_of, make_stages, square_windows, tokens_to_map
@@ -48,6 +49,7 @@ class InLineDeiT(Backbone):
 
     default_out_indices = 3
 
+    @checked
     def __init__(
         self,
         *,

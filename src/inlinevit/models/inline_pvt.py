@@ -8,6 +8,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import ConvEmbed, PositionEmbedding, SoftmaxAttention, TokenMixer
+from ._arguments import checked
 from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
 from ._stage import StageAttention, check_stages, grid_of, make_stages, square_windows
@@ -55,6 +56,7 @@ class InLinePVT(Backbone):
         *LOCAL_RESIDUAL_NAMES,
     )
 
+    @checked
     def __init__(
         self,
         *,
@@ -80,6 +82,8 @@ class InLinePVT(Backbone):
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_stages(depths, embed_dims=embed_dims, num_heads=num_heads, mlp_ratios=mlp_ratios, sr_ratios=sr_ratios)
+        if sr_ratios is None and len(depths) > len(SOFTMAX_REDUCTIONS):
+            raise ValueError(f"sr_ratios are known for {len(SOFTMAX_REDUCTIONS)} stages, not {len(depths)}: name them")
         reductions = [4 * 2**i for i in range(len(depths))]
         prefixes = [1 if class_token and i == len(depths) - 1 else 0 for i in range(len(depths))]
         options = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, **factory}

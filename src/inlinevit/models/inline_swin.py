@@ -8,6 +8,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import ConvEmbed, PatchMerging, SoftmaxAttention, TokenMixer
+from ._arguments import checked
 from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
 from ._stage import StageAttention, check_stages, grid_of, make_stages, square_windows
@@ -46,6 +47,7 @@ class InLineSwin(Backbone):
         *LOCAL_RESIDUAL_NAMES,
     )
 
+    @checked
     def __init__(
         self,
         *,

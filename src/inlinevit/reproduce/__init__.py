@@ -3,10 +3,14 @@
 import os
 from collections.abc import Sequence
 
-from ..training.config import did_you_mean, require
+from ..checks import Range, check_value
+from ..training.config import MOST_STEPS, MOST_WORKERS, did_you_mean, require
 from .studies import STEPS, STUDIES, cells_of, plan
 
 __all__ = ["describe_studies", "reproduce"]
+
+# Nobody trains a cell more often.
+MOST_SEEDS = 1000
 
 
 def reproduce(
@@ -34,11 +38,13 @@ def reproduce(
     Returns:
         0, or 1 if a run failed for another reason than that it diverged.
     """
-    for name in studies:
-        hint = did_you_mean(name, STUDIES) or f"choose among {', '.join(STUDIES)}"
-        require(name in STUDIES, f"there is no study called {name!r}: {hint}")
-    for option, value in (("jobs", jobs), ("seeds", seeds), ("steps", steps)):
-        require(value is None or value > 0, f"{option} is {value}: it should be at least 1")
+    check_studies(studies)
+    check_value("jobs", jobs, int | None, Range(1, MOST_WORKERS))
+    check_value("seeds", seeds, int | None, Range(1, MOST_SEEDS))
+    check_value("steps", steps, int, Range(1, MOST_STEPS))
+    require(jobs is None or data is not None, "jobs is given, but nothing is trained without data: name --data, too")
+    for option, text in (("data", data), ("output", output)):
+        require(text is None or bool(text.strip()), f"{option} is empty: name a folder, or leave it out")
     world = os.environ.get("WORLD_SIZE", "1")
     require(world == "1", "reproduce starts its own processes: start it without a launcher, with --jobs")
     # Imported here, so that mistakes are told at once: what follows takes seconds to load.
@@ -48,11 +54,24 @@ def reproduce(
     return run_studies(chosen, data=data, output=output, jobs=jobs or os.cpu_count() or 1, seeds=seeds, steps=steps)
 
 
-def describe_studies() -> str:
-    """What can be asked for, in lines."""
+def check_studies(studies: Sequence[str]) -> None:
+    """Refuse names that no study has."""
+    for name in studies:
+        hint = did_you_mean(name, STUDIES) or f"choose among {', '.join(STUDIES)}"
+        require(name in STUDIES, f"there is no study called {name!r}: {hint}")
+
+
+def describe_studies(studies: Sequence[str] = ()) -> str:
+    """What can be asked for, in lines.
+
+    Args:
+        studies: Names of studies; none = all.
+    """
+    check_studies(studies)
+    chosen = {name: study for name, study in STUDIES.items() if name in studies or not studies}
     lines = []
-    for name, study in STUDIES.items():
+    for name, study in chosen.items():
         lines += [f"{name}: {study.title}", f"  {study.question}"]
         lines += [f"  {cell.key}, {study.seeds} seeds: {cell.label}" for cell in study.cells]
-    distinct, runs = len(cells_of(STUDIES.values())), len(plan({name: study.seeds for name, study in STUDIES.items()}))
+    distinct, runs = len(cells_of(chosen.values())), len(plan({name: study.seeds for name, study in chosen.items()}))
     return "\n".join([*lines, f"all: {distinct} different cells, {runs} runs of {STEPS} steps"])

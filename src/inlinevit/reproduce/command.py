@@ -29,9 +29,8 @@ def run_studies(
     folder = Path(output)
     counts = {name: seeds if seeds and name in studies else study.seeds for name, study in STUDIES.items()}
     runs = plan({name: counts[name] for name in studies})
-    configs = {
-        run.name: cell_config(run.cell, seed=run.seed, data=data or "", output=output, steps=steps) for run in runs
-    }
+    places = {"output": output} if data is None else {"output": output, "data": data}
+    configs = {run.name: cell_config(run.cell, seed=run.seed, steps=steps, **places) for run in runs}
     check_folder(folder, configs, steps)
     outcomes = {run.name: read_outcome(folder / run.name) for run in runs}
     missing = [run for run in runs if outcomes[run.name] is None]

@@ -3,8 +3,20 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..checks import MOST_PIXELS
 from ..training.backbone import BackboneConfig
-from ..training.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig, require
+from ..training.config import (
+    OptimizerConfig,
+    ScheduleConfig,
+    SplitDataConfig,
+    SplitDataOptions,
+    TrainConfig,
+    check_fields,
+    require,
+)
+
+# Factors that images are scaled by are not larger.
+MOST_SCALE = 100
 
 
 @dataclass
@@ -47,6 +59,13 @@ class SegmentationAugmentConfig:
     """Vary brightness, contrast, saturation and hue."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "augment",
+            scale=MOST_SCALE,
+            shorter_side=MOST_PIXELS,
+            crop=MOST_PIXELS,
+        )
         require(0 < self.scale[0] <= self.scale[1], "augment.scale should rise from above 0")
         require(self.crop > 0, f"augment.crop is {self.crop}: it should be positive")
         require(
@@ -72,6 +91,11 @@ class SegmenterConfig(BackboneConfig):
     auxiliary_weight: float = 0.4
     """Share of the auxiliary head's loss, for upernet."""
 
+    def most(self) -> dict[str, float]:
+        """See BackboneConfig.most."""
+        # Label maps have a byte for each pixel.
+        return {"num_classes": 255, "channels": 4096, "auxiliary_weight": 1000}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.num_classes is None or self.num_classes > 1, "model.num_classes should be at least 2")
@@ -96,6 +120,7 @@ class ViewConfig:
     """Average with the answer for the mirrored image."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "view", shorter_side=MOST_PIXELS, window=MOST_PIXELS, stride=MOST_PIXELS, scales=MOST_SCALE)
         for name in ("shorter_side", "window", "stride"):
             value = vars(self)[name]
             require(value is None or value > 0, f"view.{name} is {value}: it should be positive")

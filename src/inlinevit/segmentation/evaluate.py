@@ -4,7 +4,6 @@ import csv
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,8 @@ from rich.text import Text
 from torch import nn
 
 from ..training.config import require
-from ..training.files import finite, make_folder, space_for
+from ..training.files import finite, make_folder, replace_bytes, replacing_text
+from ..training.outputs import check_output_folder
 from ..training.setup import evaluation_accelerator
 from ..training.state import unsharded
 from .ade import AdeSource, open_ade
@@ -31,6 +31,8 @@ from .view import MeanStd, ViewOptions, described, label
 # Up to so many classes, the table has all of them; otherwise, so many of the worst and of the best.
 MOST_LISTED = 20
 CLASSES_SHOWN = 5
+# What the command writes.
+OUTPUTS = ("evaluation.json", "per_class.csv", "confusion.png")
 
 
 def evaluate(
@@ -92,11 +94,15 @@ def evaluate_command(
     """
     accelerator = evaluation_accelerator(precision)
     if output is not None:
-        make_folder(Path(output))
+        check_output_folder(output, OUTPUTS, inputs=[checkpoint] if checkpoint else [])
     segmenter = open_segmenter(run, checkpoint=checkpoint)
-    chosen = replace(segmenter.config.data, **data.said())
-    source = open_ade(chosen, evaluation_labels(segmenter, chosen), training=False)
+    chosen = data.applied_to(segmenter.config.data, SegmentationDataConfig())
+    source = open_ade(chosen, evaluation_labels(segmenter, chosen, is_named=data.labels is not None), training=False)
     seen = view.applied_to(segmenter.config.view)
+    if output is not None:
+        labels_file = [] if chosen.labels is None else [chosen.labels]
+        folders = [source.images_folder, source.masks_folder]
+        make_folder(check_output_folder(output, OUTPUTS, inputs=labels_file, image_folders=folders))
     outcome = evaluate(
         segmenter.model.to(accelerator.device),
         source,
@@ -115,14 +121,15 @@ def evaluate_command(
     accelerator.end_training()
 
 
-def evaluation_labels(segmenter: ReadySegmenter, data: SegmentationDataConfig) -> LabelMap:
+def evaluation_labels(segmenter: ReadySegmenter, data: SegmentationDataConfig, *, is_named: bool = False) -> LabelMap:
     """What the values in the data's label maps mean: the model's classes, in its order.
 
     Args:
         segmenter: The model; its own labels are taken, unless the data have a file of others.
         data: The data.
+        is_named: Whether the user has named the file of labels: then it is read, even if the run had the same one.
     """
-    if data.labels == segmenter.config.data.labels:
+    if not is_named and data.labels == segmenter.config.data.labels:
         return segmenter.labels
     labels = open_labels(data, None)
     ours, theirs = ([kind.name for kind in one.classes] for one in (segmenter.labels, labels))
@@ -208,10 +215,9 @@ def save_evaluation(outcome: SegmentationEvaluation, labels: LabelMap, facts: di
         "per_class": rows,
         "confusion": outcome.confusion.tolist(),
     }
-    with space_for(folder):
-        (folder / "evaluation.json").write_text(json.dumps(content))
-        with (folder / "per_class.csv").open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        draw_confusion(outcome.confusion, names, folder / "confusion.png", unit="pixels")
+    replace_bytes(folder / "evaluation.json", json.dumps(content).encode())
+    with replacing_text(folder / "per_class.csv", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    draw_confusion(outcome.confusion, names, folder / "confusion.png", unit="pixels")

@@ -23,7 +23,9 @@ from ..images import (
     why_unusable,
 )
 from ..training.config import require
-from ..training.files import json_list, make_folder, space_for
+from ..training.files import json_list, make_folder, replace_png, space_for
+from ..training.outputs import check_output_folder
+from ..training.setup import find_device
 from .config import ViewConfig
 from .drawing import ROWS_AT_ONCE, ClassShare, class_shares, draw_labels, percent
 from .labels import LabelMap
@@ -130,12 +132,14 @@ def predict_command(
         The exit code: 1 if an image could not be used, else 0.
     """
     show_any_letter()
-    folder = Path(output)
-    make_folder(folder)
-    segmenter = open_segmenter(run, checkpoint=checkpoint)
     files = ImageFiles(images)
+    inputs = [*(path for path, _ in files.files), *([checkpoint] if checkpoint else [])]
+    folder = check_output_folder(output, [PREDICTIONS], inputs=inputs)
+    found_device = find_device(device)
+    segmenter = open_segmenter(run, checkpoint=checkpoint)
     seen = view.applied_to(segmenter.config.view)
-    predictions = predict(segmenter, files, view=seen, device=device)
+    make_folder(folder)
+    predictions = predict(segmenter, files, view=seen, device=found_device)
     failed = 0
     with space_for(folder), json_list(folder / PREDICTIONS) as write:
         for prediction, name in zip(predictions, free_names(files, folder, (LABELS, OVERLAY)), strict=True):
@@ -146,7 +150,7 @@ def predict_command(
                 continue
             save_label_map(prediction.indices, segmenter.labels, folder / f"{name}{LABELS}")
             classes = segmenter.labels.classes
-            draw_labels(prediction.image, prediction.indices, classes).save(folder / f"{name}{OVERLAY}")
+            replace_png(folder / f"{name}{OVERLAY}", draw_labels(prediction.image, prediction.indices, classes))
             shares = class_shares(prediction.indices, classes)
             print(on_one_line(summary(prediction.file, shares)))
             write(to_json(prediction, shares, name))
@@ -163,7 +167,7 @@ def save_label_map(indices: NDArray[np.uint8], labels: LabelMap, file: Path) -> 
     """
     # In parts, because the table behind to_values needs eight bytes a pixel.
     parts = [labels.to_values(part).numpy() for part in torch.from_numpy(indices).split(ROWS_AT_ONCE)]
-    Image.fromarray(np.concatenate(parts)).save(file)
+    replace_png(file, Image.fromarray(np.concatenate(parts)))
 
 
 def summary(file: str, shares: list[ClassShare]) -> str:

@@ -10,6 +10,8 @@ from ..training.backbone import mean_and_std
 from ..training.batching import BatchPlan
 from ..training.creation import check_model_name
 from ..training.data import TrainingData
+from ..training.memory import require_memory_for_images
+from ..training.outputs import check_run_output
 from .ade import open_ade
 from .config import SegmentationConfig
 from .data import training_batches
@@ -38,6 +40,10 @@ class Segmentation:
         self.labels = open_labels(config.data, config.model.num_classes)
         self.training_source = open_ade(config.data, self.labels, training=True)
         self.evaluation_source = open_ade(config.data, self.labels, training=False)
+        crop, remedy = config.augment.crop, "choose a smaller data.batch_size, or augment.crop"
+        require_memory_for_images(config.data.batch_size, 3, crop, crop, remedy)
+        inputs = [file for file in (config.data.labels, config.model.checkpoint) if file]
+        check_run_output(config.run.output, inputs)
 
     def build_model(self) -> nn.Module:
         """See Task.build_model."""

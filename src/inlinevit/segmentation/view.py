@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import MOST_PIXELS
 from .config import ViewConfig
 from .transforms import resize_image, scaled_size
 
@@ -36,6 +37,16 @@ class ViewOptions:
     """Factors that the image is scaled by; the answers are averaged. null = as in the run."""
     flip: bool | None = None
     """Average with the answer for the mirrored image; null = as in the run."""
+
+    def __post_init__(self) -> None:
+        # What makes no sense whatever the run's view is. A stride without windows may have those of the run.
+        window = MOST_PIXELS if self.stride is not None else None
+        ViewConfig(
+            shorter_side=self.shorter_side if isinstance(self.shorter_side, int) else None,
+            window=self.window if isinstance(self.window, int) else window,
+            stride=self.stride,
+            scales=[1.0] if self.scales is None else self.scales,
+        )
 
     def applied_to(self, view: ViewConfig) -> ViewConfig:
         """A run's view, but for what is said here."""

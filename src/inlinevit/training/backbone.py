@@ -9,7 +9,7 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
 from ..models import load_checkpoint
-from .config import require
+from .config import check_fields, require
 from .creation import (
     classes_of_weights,
     create_from_weights,
@@ -54,11 +54,16 @@ class BackboneConfig:
     up to there."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "model", **self.most())
         require(0 <= self.drop_path < 1, f"model.drop_path is {self.drop_path}: it should be from 0 to below 1")
         require(
             not self.pretrained or self.checkpoint is None,
             "model.pretrained and model.checkpoint each say what to start from: choose one of them",
         )
+
+    def most(self) -> dict[str, float]:
+        """The largest values of the fields that a task adds, by name."""
+        return {}
 
 
 def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = None) -> nn.Module:

@@ -461,6 +461,8 @@ def read_state(path: Path) -> Any:
     used: set[str] = set()
     try:
         state = _from_json(_read_json(path / STATE), tensors, used)
+    except RecursionError:
+        raise ValueError(f"checkpoint {path} is not valid ({STATE} is nested too deeply): resume from another one") from None
     except ValueError as error:
         raise ValueError(f"checkpoint {path} is not valid ({error}): resume from another one") from None
     if used != tensors.keys():

@@ -3,15 +3,22 @@
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
+from ..checks import Range, check_value
 from ..files import read_yaml
 
 AnyConfig = TypeVar("AnyConfig")
+
+# Larger values are mistakes; docs/training.md lists these limits.
+MOST_STEPS = 10**9
+MOST_IMAGES = 10**12
+MOST_WORKERS = 1024
 
 
 def require(condition: bool, remedy: str) -> None:
@@ -29,6 +36,31 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A question after the nearest right name; "" if none is near."""
     near = get_close_matches(word, list(choices), n=1)
     return f"did you mean {near[0]}?" if near else ""
+
+
+def check_fields(config: Any, section: str, **most: float) -> None:
+    """Refuse fields of other types than those annotated, NaN, infinity, empty text, and numbers that are too large.
+
+    Args:
+        config: A dataclass of plain values.
+        section: What it is called in recipes and options; "" = its fields stand for themselves.
+        **most: The largest values of fields that nothing else limits; what is too small is left to the caller.
+    """
+    for name, hint in _field_types(cast(Any, type(config))).items():
+        value, title = vars(config)[name], f"{section}.{name}" if section else name
+        check_value(title, value, hint, Range(-inf, most[name]) if name in most else None)
+        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+            require(
+                not isinstance(text, str) or bool(text.strip()),
+                f"{title} is empty: give it a value, or leave it out",
+            )
+
+
+@cache
+def _field_types(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields, by name."""
+    hints = typing.get_type_hints(kind)
+    return {one.name: hints[one.name] for one in fields(kind)}
 
 
 @dataclass
@@ -55,6 +87,12 @@ class OptimizerConfig:
     """Largest norm of the gradients."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "optimizer",
+            lr_batch_size=MOST_STEPS,
+            eps=1,
+        )
         for name in ("lr", "weight_decay", "eps"):
             value = vars(self)[name]
             require(0 <= value < inf, f"optimizer.{name} is {value}: it should be finite and not negative")
@@ -89,6 +127,16 @@ class ScheduleConfig:
     """For step and multistep, the factor by which the rate falls; for poly, the power."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "schedule",
+            epochs=MOST_STEPS,
+            steps=MOST_STEPS,
+            warmup=MOST_STEPS,
+            cooldown=MOST_STEPS,
+            decay_at=MOST_STEPS,
+            decay_rate=100,
+        )
         length = self.epochs if self.steps is None else self.steps
         require(length > 0, "schedule.epochs (or schedule.steps) should be at least 1")
         require(
@@ -147,6 +195,18 @@ class RunConfig:
     """Steps between lines in metrics.jsonl."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "run",
+            seed=2**63,
+            checkpoint_minutes=MOST_STEPS,
+            checkpoint_steps=MOST_STEPS,
+            keep=MOST_STEPS,
+            evaluate_every=MOST_STEPS,
+            accumulate=MOST_STEPS,
+            ema_batch_size=MOST_STEPS,
+            log_every=MOST_STEPS,
+        )
         require(self.seed >= 0, f"run.seed is {self.seed}: it should not be negative")
         for name in ("keep", "evaluate_every", "accumulate", "log_every", "checkpoint_steps"):
             value = vars(self)[name]
@@ -174,6 +234,14 @@ class SplitDataConfig:
     """Processes that read images, for each training process; 0 = the training process itself."""
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "data",
+            train_images=MOST_IMAGES,
+            eval_images=MOST_IMAGES,
+            batch_size=MOST_IMAGES,
+            workers=MOST_WORKERS,
+        )
         require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
         require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
         for name in ("train_images", "eval_images"):
@@ -182,22 +250,47 @@ class SplitDataConfig:
 
 
 @dataclass
-class SplitDataOptions:
+class DataOptions:
     """Which images to evaluate on, where they are not those of the training run."""
 
+    # Fields that name other data, to which the rest of what the run says of its data does not apply.
+    places: ClassVar[tuple[str, ...]] = ()
+
     path: str | None = None
-    """The folder of the data; null = as in the run."""
+    """The data; null = as in the run."""
     eval_split: str | None = None
     """The split to evaluate on; null = as in the run."""
-    eval_images: int | Literal["all"] | None = None
-    """Evaluate on so many images, the first of the split, or on all; null = as in the run."""
     workers: int | None = None
     """Processes that read images; null = as in the run."""
 
     def said(self) -> dict[str, Any]:
         """The fields of a configuration that are to be others than in the run."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return {name: None if value == "all" else value for name, value in given.items()}
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def applied_to(self, run: AnyConfig | None, default: AnyConfig) -> AnyConfig:
+        """The data of a run, except for the fields that are given here; its own checks refuse what makes no sense.
+
+        Args:
+            run: The run's configuration of its data; None = there is no run.
+            default: What applies instead if there is no run, or other data are named.
+        """
+        said = self.said()
+        is_elsewhere = run is None or bool(said.keys() & set(self.places))
+        return cast(AnyConfig, replace(cast(Any, default if is_elsewhere else run), **said))
+
+
+@dataclass
+class SplitDataOptions(DataOptions):
+    """Which images to evaluate on, where they are not those of the training run."""
+
+    eval_images: int | Literal["all"] | None = None
+    """Evaluate on so many images, the first of the split, or on all; null = as in the run."""
+
+    def said(self) -> dict[str, Any]:
+        """See DataOptions.said."""
+        return {
+            name: None if value == "all" and name == "eval_images" else value for name, value in super().said().items()
+        }
 
 
 @dataclass

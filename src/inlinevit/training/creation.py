@@ -9,11 +9,25 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import get_pretrained_cfg, is_model, model_entrypoint, split_model_name_tag
+from timm.models import build_model_with_cfg, get_pretrained_cfg, is_model, model_entrypoint, split_model_name_tag
 from torch import Tensor, nn
 
-from ..models._weight_files import FLOATS, classes_of_head, describe, require_floats, shorten
+from ..checks import shorten
+from ..models._weight_files import FLOATS, classes_of_head, describe, one_line, require_floats
 from .config import did_you_mean
+from .memory import require_memory_for_model
+
+# What timm takes besides the arguments of a model: the commands see to these.
+NO_OPTIONS = {
+    *inspect.signature(timm.create_model).parameters,
+    *inspect.signature(build_model_with_cfg).parameters,
+    "features_only",
+    "out_indices",
+    "device",
+    "dtype",
+}
+# Arguments that say which weights a model gets.
+WEIGHT_ARGUMENTS = ("pretrained", "pretrained_cfg_overlay")
 
 # Arguments of timm.create_model that say where weights come from: addresses, files, folders.
 WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
@@ -72,19 +86,40 @@ def create_model(
             raise ValueError(f"{option} stands in model.options: name weights with model.checkpoint instead")
         if option in own_words:
             raise ValueError(f"{option} stands in model.options: set model.{own_words[option]} instead")
+        if option in NO_OPTIONS:
+            raise ValueError(f"{option} stands in model.options, but is not an option of a model: leave it out")
     # timm passes over those that are None.
     taken = dict(optional)
+    given = {**options, **{argument: value for argument, value in optional.items() if argument == "img_size" and value}}
     while True:
         try:
+            if given:
+                weightless = {key: value for key, value in arguments.items() if key not in WEIGHT_ARGUMENTS}
+                require_memory_for_model(
+                    lambda: timm.create_model(name, **weightless, **taken, **options),  # noqa: B023
+                    f"{name} with {_listed(given)}",
+                    "choose smaller values",
+                )
             return timm.create_model(name, **arguments, **taken, **options)
-        except TypeError as error:
+        except (OSError, ValueError):
+            raise
+        except Exception as error:
             refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if refused is None or refused[1] not in {*taken, *options}:
-                raise
-            if refused[1] in options:
+            if refused is not None and refused[1] in options:
                 raise ValueError(_unknown_option(name, refused[1], own_words)) from error
-            when_refused(refused[1])
-            del taken[refused[1]]
+            if refused is not None and refused[1] in taken:
+                when_refused(refused[1])
+                del taken[refused[1]]
+                continue
+            # Models of timm's do not check their arguments: what they cannot be made with, they stumble over somewhere.
+            if not given or arguments.keys() & set(WEIGHT_ARGUMENTS):
+                raise
+            problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
+            raise ValueError(f"{name} cannot be made with {_listed(given)} ({problem}): correct them") from error
+
+
+def _listed(given: dict[str, Any]) -> str:
+    return ", ".join(f"{option} {shorten(value)}" for option, value in given.items())
 
 
 def _unknown_option(name: str, option: str, own_words: dict[str, str]) -> str:
@@ -194,7 +229,7 @@ def load_weights(
         first = misfits[0]
         found, wanted = weights.get(first), own.get(first)
         raise ValueError(
-            f"{file} does not hold the weights of this model (such as {shorten(first)}, which is "
+            f"{file} does not hold the weights of this model (such as {one_line(first)}, which is "
             f"{'missing' if found is None else _shown(found, wanted)} in place of "
             f"{'nothing' if wanted is None else _shown(wanted, found)}): choose weights that were made with the same "
             "settings"

@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .batching import BatchPlan
 from .seeding import SEEDS, generators_kept, seed_of, set_cpu_seed
@@ -84,9 +85,25 @@ class BatchReader(Dataset[Any]):
     def __getitem__(self, request: Any) -> Any:
         try:
             with generators_kept():
-                return self.read(request)
+                batch = self.read(request)
+            return batch if get_worker_info() is None else _shared(batch)
         except (ValueError, OSError) as error:
             return Failure(str(error), traceback.format_exc())
+
+
+def _shared(batch: Any) -> Any:
+    """A batch in shared memory, on its way to the main process.
+
+    torch would move it there in a thread of the worker, whose errors nobody hears of: the main process would wait for
+    ever.
+    """
+    try:
+        return recursively_apply(Tensor.share_memory_, batch)
+    except RuntimeError as error:
+        raise OSError(
+            f"data workers get no shared memory for a batch ({str(error)[:100]}): make /dev/shm larger, or use fewer "
+            "--data.workers, or none"
+        ) from error
 
 
 class Requests(Sampler[Any]):
@@ -180,7 +197,9 @@ def draw_order(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
         The samples' indices, (count,), and a seed for each, (count,).
     """
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(count, generator=generator).repeat_interleave(repeats)[:count]
+    # Of those that are drawn, only the first come: more would be repeated for nothing.
+    drawn = torch.randperm(count, generator=generator)[: -(-count // repeats)]
+    order = drawn.repeat_interleave(min(repeats, count))[:count]
     return order, torch.randint(SEEDS, (count,), generator=generator)
 
 

@@ -22,22 +22,14 @@ CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 RUN_CLASSES = "classes.json"
 RUN_CATEGORIES = "categories.json"
 RUN_LABELS = "labels.json"
-# What a run writes.
-RUN_FILES = (
-    RUN_CONFIG,
-    RUN_WEIGHTS,
-    RUN_CHECKPOINTS,
-    RUN_CLASSES,
-    RUN_CATEGORIES,
-    RUN_LABELS,
-    "metrics.jsonl",
-    "results.json",
-)
 TASKS = {
     RUN_CLASSES: ("classification", "inlinevit eval or inlinevit predict"),
     RUN_CATEGORIES: ("detection", "inlinevit detect eval or inlinevit detect predict"),
     RUN_LABELS: ("segmentation", "inlinevit segment eval or inlinevit segment predict"),
 }
+
+# What a run leaves in its folder, besides its checkpoints.
+RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *TASKS)
 
 
 def is_run(folder: Path) -> bool:
@@ -64,7 +56,7 @@ def check_run_folder(folder: Path) -> None:
 
 def check_free_folder(folder: Path) -> None:
     """Refuse a folder in which a run that starts would replace files that are not those of a run."""
-    taken = sorted(name for name in RUN_FILES if os.path.lexists(folder / name))
+    taken = [name for name in (*RUN_FILES, RUN_CHECKPOINTS) if os.path.lexists(folder / name)]
     if taken and not is_run(folder):
         raise ValueError(
             f"{folder} holds {taken[0]}, which is not of a training run and would be replaced: choose another "

@@ -4,7 +4,7 @@ import os
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from timm.layers import convert_sync_batchnorm
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
@@ -87,6 +87,24 @@ def evaluation_accelerator(precision: str) -> Accelerator:
     on_cpu = accelerator.device.type == "cpu"
     require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
     return accelerator
+
+
+def find_device(name: str | None) -> torch.device:
+    """Where a command that does not train is to compute.
+
+    Args:
+        name: What the user calls it, such as cpu or cuda; None = the best there is.
+    """
+    if name is None:
+        return PartialState().device
+    try:
+        device = torch.device(name)
+        # The meta device, for one, has no numbers.
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        problem = " ".join(str(error).split())[:100]
+        raise ValueError(f"device {name!r} cannot be used here ({problem}): choose another one, such as cpu") from error
+    return device
 
 
 def checkpoint_gradients(model: Any) -> None:

@@ -1,0 +1,22 @@
+"""What tests of all parts use."""
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def file_limit() -> Callable[[int], AbstractContextManager[None]]:
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        """A context in which files may have so many bytes: more end as they would on a full disk."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
