@@ -23,10 +23,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from fuzzing import NAMES
 from fuzzing.contract import ACCEPTED, REFUSED, Outcome, Watch, judge
-from fuzzing.targets import TARGETS, Target
+
+if TYPE_CHECKING:
+    from fuzzing.targets import Target
 
 # After so many seconds without a result, a worker hangs.
 PATIENCE = 120.0
@@ -68,7 +71,14 @@ class Row:
             self.findings[outcome.kind] = self.findings.get(outcome.kind, 0) + 1
 
 
-def input_of(target: Target, name: str, seed: int, index: int) -> bytes:
+def make_target(name: str, folder: Path) -> "Target":
+    """A target that writes into a folder."""
+    from fuzzing.targets import TARGETS
+
+    return TARGETS[name](folder)
+
+
+def input_of(target: "Target", name: str, seed: int, index: int) -> bytes:
     """One input, the same each time."""
     return target.make(Random(f"{name}/{seed}/{index}"))
 
@@ -83,7 +93,7 @@ def work(name: str, seed: int, first: int, last: int, folder: Path) -> None:
         last: The one after the last.
         folder: Where everything is written.
     """
-    target = TARGETS[name](folder)
+    target = make_target(name, folder)
     # What is imported or made once is not caused by an input.
     path = folder / f"input{target.ending}"
     for content in target.good():
@@ -175,9 +185,9 @@ def keep(name: str, index: int, outcome: Outcome, file: Path | None, findings: P
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{seed}-{index}-{''.join(letter if letter.isalnum() else '-' for letter in outcome.kind)}"
     with tempfile.TemporaryDirectory(prefix="fuzz-") as aside:
-        content = input_of(TARGETS[name](Path(aside)), name, seed, index)
+        content = input_of(make_target(name, Path(aside)), name, seed, index)
     (folder / f"{stem}{file.suffix if file else ''}").write_bytes(content)
-    (folder / f"{stem}.txt").write_text(f"{outcome.kind}\n{outcome.detail}\n")
+    (folder / f"{stem}.txt").write_text(f"{outcome.kind}\n{outcome.detail}\n", errors="backslashreplace")
     print(f"{name}: input {index}: {outcome.kind}: see {folder / stem}.txt", file=sys.stderr)
 
 
@@ -196,22 +206,22 @@ def table(rows: list[Row]) -> str:
 def main() -> int:
     """Fuzz the targets that are named, and print a table; 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"any of {', '.join(TARGETS)}; all by default")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"any of {', '.join(NAMES)}; all by default")
     parser.add_argument("--inputs", type=int, default=10_000, help="inputs for each target")
     parser.add_argument("--seed", type=int, default=0, help="another one makes other inputs")
     parser.add_argument("--findings", type=Path, default=Path("runs/fuzz"), help="folder for inputs that are findings")
     parser.add_argument("--replay", type=Path, help="run this one input of the target that is named")
     settings = parser.parse_args()
-    unknown = [name for name in settings.targets if name not in TARGETS]
+    unknown = [name for name in settings.targets if name not in NAMES]
     if unknown or (settings.replay and len(settings.targets) != 1):
         parser.error(f"there is no target {unknown[0]}" if unknown else "name the target of the input")
     if settings.replay:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            outcome = judge(TARGETS[settings.targets[0]](Path(folder)).run, settings.replay, Watch(Path(folder)))
+            outcome = judge(make_target(settings.targets[0], Path(folder)).run, settings.replay, Watch(Path(folder)))
         print(f"{outcome.kind}\n{outcome.detail}")
         return int(outcome.is_finding)
     rows = [
-        fuzz(name, settings.seed, settings.inputs, settings.findings.resolve()) for name in settings.targets or TARGETS
+        fuzz(name, settings.seed, settings.inputs, settings.findings.resolve()) for name in settings.targets or NAMES
     ]
     print(table(rows))
     print(f"\nseed {settings.seed}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}")

@@ -284,33 +284,32 @@ class RecipeFile(ActionConfigFile):
         """See argparse.Action."""
         if isinstance(values, str) and os.path.lexists(values):
             try:
-                recipe = read_yaml(values)
+                require_sections(read_yaml(values), [action.dest for action in parser._actions])
             except ValueError as error:
-                raise ValueError(f"{values} is not a valid recipe ({error}): fix it, or name another file") from error
-            require_sections(recipe, [action.dest for action in parser._actions], values)
+                raise ArgumentError(self, f"{values} is not a valid recipe ({error})") from error
         super().__call__(parser, namespace, values, option_string)
 
 
-def require_sections(recipe: Any, options: Sequence[str], file: str, section: str = "") -> None:
+def require_sections(recipe: Any, options: Sequence[str], section: str = "") -> None:
     """Refuse a recipe in which something else stands where fields are expected.
 
     Args:
         recipe: What was read.
         options: What the command can be told: data.path, ….
-        file: The recipe, for messages.
-        section: Which part of it this is; "" = all of it.
+        section: Which part of it this is, such as "data."; "" = all of it.
+
+    Raises:
+        ValueError: The message does not name the file.
     """
-    inside = [option for option in options if option.startswith(section)]
     if not isinstance(recipe, dict):
-        name = section.removesuffix(".") or "the recipe"
-        fields = [option for option in inside if "." in option.removeprefix(section) or section]
+        example = next(option for option in options if option.startswith(section) and "." in option)
         raise ValueError(
-            f"{file} has {recipe!r:.80} for {name}: write fields with values there, such as "
-            f"{(fields or inside)[0].removeprefix(section)}"
+            f"{recipe!r:.80} stands for {section.removesuffix('.') or 'all of it'}: write fields there, such as "
+            f"{example.removeprefix(section)}"
         )
     for key, value in recipe.items():
-        if any(option.startswith(f"{section}{key}.") for option in inside):
-            require_sections(value, options, file, f"{section}{key}.")
+        if any(option.startswith(f"{section}{key}.") for option in options):
+            require_sections(value, options, f"{section}{key}.")
 
 
 def recipe_parser(name: str, description: str, config: type["TrainConfig"], example: str) -> ArgumentParser:

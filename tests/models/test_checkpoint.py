@@ -1231,7 +1231,7 @@ def test_many_wrappers_end_at_once(tmp_path: Path) -> None:
 def test_names_do_not_break_messages(shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path) -> None:
     path = tmp_path / "some.pth"
     torch.save({**shallow("inline_pvt_tiny"), "evil\n\x1b[31mname": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match=r"evil\?\?\[31mname"):
+    with pytest.raises(ValueError, match=r"evil \?\[31mname"):
         load_checkpoint(make("inline_pvt_tiny"), path)
 
 

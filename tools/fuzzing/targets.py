@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pickle
-import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from inlinevit.segmentation.labels import read_labels
 from inlinevit.training import checkpoints
 from inlinevit.training.checkpoints import CheckpointFolder, Progress
 
+from . import NAMES
 from .mutate import change_bytes, change_tree, write_nested
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float64)
@@ -330,8 +330,9 @@ class Checkpoint:
 
     def run(self, path: Path) -> None:
         """Everything that is read on resuming."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
+        for file in self.folder.iterdir():
+            file.unlink()
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
                 (self.folder / Path(name).name).write_bytes(archive.read(name))
@@ -658,6 +659,9 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "coco": Coco,
     "images": Images,
 }
+
+
+assert tuple(TARGETS) == NAMES
 
 
 def dangerous_pickle(marker: Path) -> bytes:

@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from pycocotools import mask as coco_masks
 from torch import Tensor
 
+from ..checks import shorten
 from ..files import read_json
 from ..images import bombs_refused, in_colours, open_image, shows_something, why_unusable
 from .config import DetectionDataConfig
@@ -31,6 +32,8 @@ NARROWEST_BOX = 0.01
 FARTHEST_CORNER = 100_000
 # How many ids a warning names.
 NAMED = 5
+# Letters of a file's name in a message.
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class CocoSource:
         if missing:
             raise FileNotFoundError(
                 f"{len(missing)} of {len(self.images)} images of {self.file} are not in {self.folder}, such as "
-                f"{missing[0]['file_name']} (image id {missing[0]['id']}): name the right folder, or take them out of "
+                f"{_shown(missing[0])} (image id {missing[0]['id']}): name the right folder, or take them out of "
                 "the file"
             )
 
@@ -130,7 +133,7 @@ class CocoSource:
     def name(self, index: int) -> str:
         """What to call an image in messages."""
         record = self.images[index]
-        return f"{self.folder / record['file_name']} (image id {record['id']})"
+        return f"{self.folder / _shown(record)} (image id {record['id']})"
 
     def aspect(self, index: int) -> float:
         """Width of an image by its height."""
@@ -297,6 +300,11 @@ def _by_id(file: Path, content: Record, key: str) -> dict[int, Record]:
     return found
 
 
+def _shown(image: Record) -> str:
+    """The file of an image, as far as a message has a place for it."""
+    return shorten(image["file_name"], LONGEST_NAME)
+
+
 def _refuse(problem: str, name: str) -> None:
     if problem:
         raise ValueError(f"{name} {problem}")
@@ -320,9 +328,9 @@ def _what_is_wrong_with_image(image: Record) -> str:
     if not isinstance(file_name, str):
         return "has no file_name: add it"
     if os.path.isabs(file_name) or ".." in Path(file_name).parts:
-        return f"has the file_name {file_name}, which leads out of the folder of images: name the file inside of it"
+        return f"has the file_name {_shown(image)}, which leads out of the folder of images: name the file inside of it"
     if not (_is_whole(width) and _is_whole(height) and width > 0 and height > 0):
-        return f"has the width {width!r:.100} and the height {height!r:.100}: give the size of {file_name} in pixels"
+        return f"has the width {width!r:.80} and the height {height!r:.80}: give the size of {_shown(image)} in pixels"
     if not shows_something((width, height)):
         return f"has {width} × {height} pixels, which show nothing: remove it"
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:

@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ..checks import shorten
 from ..files import NotRegularFileError, open_regular
 from ._torch_files import CONFIG_CLASS, Damaged, ForbiddenName, TensorRecord, TorchFile, UnusualTensor
 
@@ -145,9 +146,8 @@ def _unwrap(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def one_line(text: str) -> str:
-    """Text from a file, cut to what fits into a message of one line."""
-    cut = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
-    return "".join(letter if letter.isprintable() else "?" for letter in cut)
+    """Text from a file, cut to what fits into a message."""
+    return shorten(text, LONGEST_NAME)
 
 
 def require_floats(weights: dict[str, Tensor], path: str | Path) -> None:
