@@ -2,8 +2,11 @@
 
 import errno
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -299,3 +302,38 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["models"])
     assert "pip install 'inlinevit[detection]'" in capsys.readouterr().err
+
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghij", "bcdefghijk")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LAUGHS, "it repeats itself too often"),
+        ("optimizer: [1]", r"\[1\] stands for optimizer: write fields there, such as name"),
+        ("data: 3", "3 stands for data"),
+        ("model: null", "None stands for model"),
+        ("- 1", r"\[1\] stands for all of it"),
+        ("", "None stands for all of it"),
+        ("a: !!timestamp x", "is not a valid recipe"),
+        ("[" * 5000, "is not a valid recipe"),
+        ("optimizer: {lr: null}", "lr"),
+    ],
+    ids=["laughs", "list", "number", "null", "top list", "empty", "timestamp", "deep", "null field"],
+)
+def test_recipes_of_another_form_are_refused_at_once(text, message, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(text)
+    start = time.monotonic()
+    code, line = refused(capsys, "train", "--config", tmp_path / "a.yaml")
+    assert code in (1, 2)
+    assert re.search(message, line)
+    assert time.monotonic() - start < 20
+
+
+def test_a_pipe_for_a_recipe_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.yaml")
+    _, line = refused(capsys, "train", "--config", tmp_path / "a.yaml")
+    assert "is a named pipe, not a regular file" in line

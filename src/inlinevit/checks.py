@@ -124,7 +124,15 @@ def numbers_in(value: Any) -> Iterator[Any]:
             yield from numbers_in(item)
 
 
-def shorten(value: Any) -> str:
-    """A value on one line, for messages."""
-    text = " ".join((value if isinstance(value, str) and value.strip() else repr(value)).split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+def shorten(value: Any, longest: int = SHOWN) -> str:
+    """A value on one line, for messages, without what could steer a terminal.
+
+    Args:
+        value: Anything.
+        longest: Letters to show at most.
+    """
+    whole = value if isinstance(value, str) and value.strip() else repr(value)
+    # Cut first: there is no need to look at all of it.
+    text = " ".join(whole[: 10 * longest].split())
+    text = text if len(text) <= longest else f"{text[: longest - 1]}…"
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 
 from . import __version__
+from .files import read_yaml
 
 try:
-    from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+    from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
     from rich.console import Console
     from rich.table import Table
 except ImportError as error:
@@ -276,10 +277,45 @@ def segmenters_listed() -> Listed:
     return Listed(SEGMENTER_CATALOG, HEADINGS, cells, caption)
 
 
+class RecipeFile(ActionConfigFile):
+    """`--config FILE`: the file is checked before the parser reads it, which some YAML would keep busy for ever."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """See argparse.Action."""
+        if isinstance(values, str) and os.path.lexists(values):
+            try:
+                require_sections(read_yaml(values), [action.dest for action in parser._actions])
+            except ValueError as error:
+                raise ArgumentError(self, f"{values} is not a valid recipe ({error})") from error
+        super().__call__(parser, namespace, values, option_string)
+
+
+def require_sections(recipe: Any, options: Sequence[str], section: str = "") -> None:
+    """Refuse a recipe in which something else stands where fields are expected.
+
+    Args:
+        recipe: What was read.
+        options: What the command can be told: data.path, ….
+        section: Which part of it this is, such as "data."; "" = all of it.
+
+    Raises:
+        ValueError: The message does not name the file.
+    """
+    if not isinstance(recipe, dict):
+        example = next(option for option in options if option.startswith(section) and "." in option)
+        raise ValueError(
+            f"{recipe!r:.80} stands for {section.removesuffix('.') or 'all of it'}: write fields there, such as "
+            f"{example.removeprefix(section)}"
+        )
+    for key, value in recipe.items():
+        if any(option.startswith(f"{section}{key}.") for option in options):
+            require_sections(value, options, f"{section}{key}.")
+
+
 def recipe_parser(name: str, description: str, config: type["TrainConfig"], example: str) -> ArgumentParser:
     """The arguments of a training command: a recipe, and the fields of a configuration."""
     parser = new_parser(name, f"{description} Options override the recipe.")
-    parser.add_argument("--config", action="config", help=f"a recipe, such as {example}")
+    parser.add_argument("--config", action=RecipeFile, help=f"a recipe, such as {example}")
     parser.add_class_arguments(config)
     return parser
 
@@ -565,7 +601,7 @@ def bench_loop_parser() -> ArgumentParser:
     from .classification.config import ClassificationConfig
 
     parser = new_parser("bench loop", "Measure the training loop with the model and the data of a recipe.")
-    parser.add_argument("--config", action="config", help="a recipe, such as recipes/embedded.yaml")
+    parser.add_argument("--config", action=RecipeFile, help="a recipe, such as recipes/embedded.yaml")
     parser.add_argument("--steps", type=int, default=30, help="steps of each kind, taken in turns")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_class_arguments(ClassificationConfig)

@@ -1,6 +1,7 @@
 """Building models, and opening those of training runs and of files."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,92 @@ def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
         open_classifier(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="no model called"):
         open_classifier("nothing")
+
+
+# ------------------------------------------------------------------------------------------------- heads in files
+
+NAMES = ["inline_deit_tiny", "test_vit", "resnet18"]
+HEAD = {"inline_deit_tiny": "head", "test_vit": "head", "resnet18": "fc"}
+MALFORMED: dict[str, dict[str, Tensor | None]] = {
+    "scalar weight": {"weight": torch.tensor(1.0)},
+    "two scalars": {"weight": torch.tensor(1.0), "bias": torch.tensor(1.0)},
+    "no rows": {"weight": torch.ones(0, 64), "bias": torch.ones(0)},
+    "flat weight": {"weight": torch.ones(7)},
+    "bias of other classes": {"bias": torch.ones(5)},
+    "scalar bias": {"bias": torch.tensor(1.0)},
+    "integers": {"weight": torch.ones(7, 64, dtype=torch.int64)},
+    "no weight": {"weight": None},
+    "no head": {"weight": None, "bias": None},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("malformed", MALFORMED)
+def test_malformed_heads_are_refused(name: str, malformed: str, tmp_path: Path) -> None:
+    weights = weights_of(timm.create_model(name, num_classes=7))
+    for part, value in MALFORMED[malformed].items():
+        if value is None:
+            del weights[f"{HEAD[name]}.{part}"]
+        else:
+            weights[f"{HEAD[name]}.{part}"] = value
+    file = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file(weights, file)
+    refusal = r"malformed head|does not hold the weights"
+    with pytest.raises(ValueError, match=refusal):
+        open_classifier(name, checkpoint=str(file))
+    for num_classes in (7, 3):
+        with pytest.raises(ValueError, match=refusal):
+            build_model(ModelConfig(name, checkpoint=str(file)), num_classes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_head_is_warned_of_once_or_refused(name: str, tmp_path: Path) -> None:
+    file = save(timm.create_model(name, num_classes=7), tmp_path / "weights.safetensors")
+    with pytest.warns(UserWarning, match="is for 7 classes and the model has 3: the head is not loaded") as warned:
+        build_model(ModelConfig(name, checkpoint=file), 3)
+    assert len([one for one in warned if "classes" in str(one.message)]) == 1
+    with pytest.raises(ValueError, match="has a head for 7 classes, but 3 are needed"):
+        build_model(ModelConfig(name, checkpoint=file), 3, new_head=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_model(ModelConfig(name, checkpoint=file), 7, new_head=False)
+        assert open_classifier(name, checkpoint=file).num_classes == 7
+
+
+@pytest.mark.parametrize("missing", ["fc.weight", "level0.0.weight"])
+def test_models_that_timm_loads_loosely_get_no_random_weights(missing: str, tmp_path: Path) -> None:
+    weights = weights_of(timm.create_model("dla46_c", num_classes=7))
+    assert missing in weights
+    file = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file(weights, file)
+    assert open_classifier("dla46_c", checkpoint=str(file)).num_classes == 7
+    del weights[missing]
+    safetensors.torch.save_file(weights, file)
+    with pytest.raises(ValueError, match=r"malformed head|does not hold the weights of dla46_c"):
+        open_classifier("dla46_c", checkpoint=str(file))
+
+
+@pytest.mark.parametrize("name", ["test_vit", "resnet18"])
+def test_timms_models_take_no_unusual_tensors(name: str, tmp_path: Path) -> None:
+    weights = weights_of(timm.create_model(name, num_classes=7))
+    first = next(iter(weights))
+    weight = next(key for key, value in weights.items() if key.endswith("weight") and value.dim() == 4)
+    changes = {
+        weight: [torch.ones(weights[weight].shape, dtype=torch.int8), torch.tensor(1.0), torch.ones(1).expand(10**12)],
+        first: [torch.ones(2, dtype=torch.complex64), torch.ones(2).to(torch.float8_e5m2), torch.ones(0)],
+    }
+    file = tmp_path / "weights.pth"
+    for key, values in changes.items():
+        for value in values:
+            torch.save({**weights, key: value}, file)
+            with pytest.raises(ValueError, match=r"holds no weights|does not hold the weights"):
+                open_classifier(name, checkpoint=str(file))
+    # Buffers are integers as ever.
+    torch.save(weights, file)
+    assert open_classifier(name, checkpoint=str(file)).num_classes == 7
+
+
+def test_mistakes_in_options_are_not_blamed_on_the_file(tmp_path: Path) -> None:
+    file = save(timm.create_model("test_vit", num_classes=7), tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="no option 'zzz'"):
+        build_model(ModelConfig("test_vit", checkpoint=file, options={"zzz": 1}), 7)

@@ -1,10 +1,16 @@
 """From pixels or a finer map to tokens."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from inlinevit.layers import ConvEmbed, PatchMerging, PositionEmbedding
+from inlinevit.layers.embed import resize_positions
 
 # Patch embedding
 
@@ -190,3 +196,189 @@ def test_frozen_positions_are_resized_once():
     first = positions.keep_resized((4, 5))
     assert positions.keep_resized((4, 5)) is first
     assert torch.equal(positions(torch.zeros(1, 10, 4), (3, 3)), positions.table)
+
+
+def frozen(dim: int = 4, grid: tuple[int, int] = (3, 3)) -> PositionEmbedding:
+    torch.manual_seed(0)
+    positions = PositionEmbedding(dim, grid, num_prefix_tokens=1)
+    positions.freeze()
+    return positions
+
+
+def resized(positions: PositionEmbedding, size: tuple[int, int]) -> torch.Tensor:
+    """What the positions should be: resized from the table as it is."""
+    return resize_positions(
+        positions.table, positions.grid, size, positions.num_prefix_tokens, positions.interpolation
+    ).detach()
+
+
+def by_load(positions):
+    positions.load_state_dict({"table": torch.randn_like(positions.table)})
+
+
+def by_assignment(positions):
+    positions.load_state_dict({"table": torch.randn_like(positions.table)}, assign=True)
+
+
+def in_place(positions):
+    with torch.no_grad():
+        positions.table.mul_(3)
+
+
+def by_data(positions):
+    positions.table.data.mul_(3)
+
+
+def by_numpy(positions):
+    positions.table.detach().numpy()[0, 3] += 1
+
+
+def by_new_data(positions):
+    positions.table.data = torch.randn_like(positions.table)
+
+
+def there_and_back(positions):
+    positions.half().float()
+
+
+CHANGES = {
+    "load": by_load,
+    "assign": by_assignment,
+    "in place": in_place,
+    "data": by_data,
+    "numpy": by_numpy,
+    "new data": by_new_data,
+    "half and back": there_and_back,
+    "half": lambda positions: positions.half(),
+    "bfloat16": lambda positions: positions.to(torch.bfloat16),
+    "double": lambda positions: positions.double(),
+    "reset": lambda positions: positions.reset_parameters(),
+    "grid": lambda positions: positions.set_grid((5, 2)),
+    "parameter": lambda positions: setattr(positions, "table", nn.Parameter(torch.randn(1, 10, 4))),
+    "interpolation": lambda positions: setattr(positions, "interpolation", "bilinear"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_kept_positions_follow_the_table(change):
+    positions = frozen()
+    with torch.no_grad():
+        before = positions.at((4, 5)).clone()
+        CHANGES[change](positions)
+        found = positions.at((4, 5))
+    assert found.dtype == positions.table.dtype
+    assert torch.equal(found, resized(positions, (4, 5)))
+    assert not torch.equal(found.double(), before.double()) or change in ("bfloat16", "double")
+
+
+def test_kept_positions_of_many_sizes_do_not_add_up():
+    positions = frozen(64, (14, 14))
+    with torch.no_grad():
+        for side in range(20, 140):
+            positions.at((side, side))
+    assert 0 < positions.resized.state.kept.nbytes <= 2**23
+    assert len(positions.resized.state.kept) <= 8
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_keep_positions_of_their_own(duplicate):
+    positions = frozen(64, (14, 14))
+    positions.at((40, 40))
+    assert len(pickle.dumps(positions)) < 1.2 * positions.table.nbytes
+    other = duplicate(positions)
+    assert other.resized.state is None
+    with torch.no_grad():
+        other.table.mul_(2)
+    assert torch.equal(other.at((40, 40)), resized(other, (40, 40)))
+    assert torch.equal(positions.at((40, 40)), resized(positions, (40, 40)))
+    assert list(positions.state_dict()) == ["table"]
+
+
+def test_positions_that_learn_again_get_gradients():
+    positions = frozen()
+    positions.at((4, 5))
+    positions.requires_grad_(True)
+    for _ in range(2):
+        positions.table.grad = None
+        positions.at((4, 5)).sum().backward()
+        assert positions.table.grad.abs().sum() > 0
+
+
+def test_positions_kept_in_inference_mode_serve_gradients_later():
+    positions, x = frozen(), torch.randn(1, 21, 4, requires_grad=True)
+    with torch.inference_mode():
+        kept = positions.at((4, 5))
+    assert positions.at((4, 5)) is kept
+    assert not kept.is_inference()
+    (positions(x, (4, 5)) ** 2).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_table_made_in_inference_mode_is_not_trusted():
+    with torch.inference_mode():
+        positions = frozen()
+        positions.at((4, 5))
+        positions.table.mul_(2)
+        assert torch.equal(positions.at((4, 5)), resized(positions, (4, 5)))
+
+
+def test_another_grid_leaves_positions_frozen():
+    positions = frozen()
+    positions.set_grid((5, 5))
+    assert not positions.table.requires_grad
+    learning = PositionEmbedding(4, (3, 3))
+    learning.set_grid((5, 5))
+    assert learning.table.requires_grad
+
+
+def test_functional_calls_see_their_own_table():
+    positions, x = frozen(), torch.zeros(1, 21, 4)
+    positions.at((4, 5))
+    table = torch.randn_like(positions.table)
+    found = torch.func.functional_call(positions, {"table": table}, (x, (4, 5)))
+    assert torch.equal(found, resize_positions(table, (3, 3), (4, 5), 1, "bicubic"))
+    batched = torch.func.vmap(lambda x: positions(x, (4, 5)))(torch.zeros(3, 1, 21, 4))
+    assert torch.equal(batched[2], resized(positions, (4, 5)))
+    gradient = torch.func.grad(lambda x: (positions(x, (4, 6)) ** 2).sum())(torch.zeros(1, 25, 4))
+    torch.testing.assert_close(gradient, 2 * resized(positions, (4, 6)))
+    assert torch.equal(positions.at((4, 6)), resized(positions, (4, 6)))
+
+
+def test_graphs_hold_no_kept_positions():
+    positions, x = frozen(), torch.zeros(1, 21, 4)
+    positions.at((4, 5))
+
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions = positions
+
+        def forward(self, x):
+            return self.positions(x, (4, 5))
+
+    model = Fixed()
+    graphs = {
+        "export": torch.export.export(model, (x,)).module(),
+        "trace": torch.jit.trace(model, x),
+        "compile": torch.compile(model, backend="eager", fullgraph=True),
+    }
+    for name, graph in graphs.items():
+        assert torch.equal(graph(x), resized(positions, (4, 5))), name
+    with torch.no_grad():
+        positions.table.mul_(2)
+    # Exported programs and traces share the parameters.
+    for name, graph in graphs.items():
+        assert torch.equal(graph(x), resized(positions, (4, 5))), name
+
+
+def test_threads_get_the_positions_of_their_sizes():
+    positions = frozen(16, (7, 7))
+    sizes = [(side, side + 1) for side in range(4, 16)]
+    expected = {size: resized(positions, size) for size in sizes}
+
+    def look(start):
+        with torch.no_grad():
+            return all(torch.equal(positions.at(size), expected[size]) for size in (sizes[start:] + sizes[:start]) * 20)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(look, range(8)))

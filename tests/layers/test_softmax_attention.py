@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from inlinevit import ops
 from inlinevit.layers import CrossStripes, SoftmaxAttention, SquareWindows
-from inlinevit.layers.softmax_attention import hidden_pairs, kept_hidden_pairs
+from inlinevit.layers.softmax_attention import KEPT_MASKS, find_hidden_pairs, hidden_pairs
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
@@ -165,12 +165,29 @@ def test_hidden_pairs(slots, may_see, size, shifted):
         assert torch.equal(hidden.squeeze(1).expand_as(expected), expected)
 
 
-def test_masks_are_made_once_and_serve_training_after_inference():
+def test_masks_are_made_once_and_serve_training_after_inference(monkeypatch):
+    made = []
+
+    def counted(*arguments):
+        made.append(arguments)
+        return find_hidden_pairs(*arguments)
+
+    monkeypatch.setattr("inlinevit.layers.softmax_attention.find_hidden_pairs", counted)
     mixer, x = SoftmaxAttention(8, 2, layout=SquareWindows(3, shifted=True)), torch.randn(2, 49, 8)
-    kept_hidden_pairs.cache_clear()
+    KEPT_MASKS.clear()
     with torch.inference_mode():
         expected = mixer(x, (7, 7))
     out = mixer(x, (7, 7))
     out.sum().backward()
     torch.testing.assert_close(out, expected)
-    assert (kept_hidden_pairs.cache_info().misses, kept_hidden_pairs.cache_info().hits) == (1, 1)
+    assert len(made) == len(KEPT_MASKS) == 1
+
+
+def test_masks_of_many_sizes_do_not_add_up():
+    mixer = SoftmaxAttention(8, 2, layout=SquareWindows(7, shifted=True))
+    KEPT_MASKS.clear()
+    with torch.no_grad():
+        for side in range(60, 100):
+            mixer(torch.randn(1, side * side, 8), (side, side))
+    assert 0 < len(KEPT_MASKS) <= 16
+    assert 0 < KEPT_MASKS.nbytes <= 2**25

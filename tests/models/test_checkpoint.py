@@ -4,13 +4,16 @@ import argparse
 import contextlib
 import http.server
 import io
+import os
 import pickle
 import random
 import re
 import socketserver
 import sys
 import threading
+import time
 import types
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -771,11 +774,9 @@ DAMAGES: dict[str, Callable[[Path, bytes], Any]] = {
     "really_pth.safetensors": lambda path, good: path.write_bytes(good),
     "empty.safetensors": lambda path, good: path.touch(),
     "truncated.safetensors": lambda path, good: path.write_bytes(safetensors.torch.save({"a": torch.ones(100)})[:-50]),
-    "script.pth": lambda path, good: torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*TorchScript", "ignore:.*torch.jit", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / damage
@@ -810,6 +811,17 @@ def test_damage_anywhere_is_a_value_error(form: str, tmp_path: Path) -> None:
             assert_readable(error, path)
             refused += 1
     assert refused > 100
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript", "ignore:.*torch.jit", "ignore::DeprecationWarning")
+def test_torchscript_programs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "script.pth"
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)
+    with pytest.raises(
+        ValueError, match=r"is a TorchScript program, which holds code: save the weights alone"
+    ) as caught:
+        read_state_dict(path)
+    assert_readable(caught.value, path)
 
 
 def test_missing_files_and_directories(tmp_path: Path) -> None:
@@ -893,8 +905,6 @@ def test_numbers_of_missing_and_unexpected_names(shallow: Callable[[str], dict[s
 
 MISFITS: dict[str, dict[str, Tensor]] = {
     "scalars": {"block1.0.attn.q.weight": torch.tensor(1.0)},
-    "scalar head": {"head.weight": torch.tensor(1.0)},
-    "half a head": {"head.bias": torch.ones(5)},
     "scalar first conv": {"patch_embed1.proj.weight": torch.tensor(1.0)},
     "parts of other widths": {"block1.0.attn.q.weight": torch.ones(64, 32)},
     "no positions": {"pos_embed1": torch.ones(1, 0, 64)},
@@ -936,3 +946,337 @@ def test_channels_that_cannot_be_adapted_are_refused(in_chans: int, tmp_path: Pa
     model = make("inline_pvt_tiny", in_chans=in_chans)
     with unchanged(model), pytest.raises(ValueError, match=r"stages\.0\.embed\.proj\.weight float32 \(64, 5, 4, 4\)"):
         load_checkpoint(model, tmp_path / "five.pth")
+
+
+# ------------------------------------------------------------------------------------------------- heads
+
+
+def head(weight: Tensor | None, bias: Tensor | None) -> dict[str, Tensor]:
+    return {f"head.{name}": value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
+
+
+HEADS: dict[str, dict[str, Tensor]] = {
+    "scalar weight": head(torch.tensor(1.0), torch.ones(5)),
+    "two scalars": head(torch.tensor(1.0), torch.tensor(1.0)),
+    "no rows": head(torch.ones(0, 512), torch.ones(0)),
+    "no columns": head(torch.ones(5, 0), torch.ones(5)),
+    "flat weight": head(torch.ones(5), torch.ones(5)),
+    "bias of other classes": head(torch.ones(5, 512), torch.ones(6)),
+    "bias of the model's classes": head(torch.ones(5, 512), torch.ones(1000)),
+    "weight of the model's classes": head(torch.ones(1000, 512), torch.ones(5)),
+    "bias with two dimensions": head(torch.ones(5, 512), torch.ones(5, 1)),
+    "scalar bias": head(torch.ones(5, 512), torch.tensor(1.0)),
+    "other channels": head(torch.ones(5, 256), torch.ones(5)),
+    "a convolution": head(torch.ones(5, 512, 1, 1), torch.ones(5)),
+    "integers": head(torch.ones(5, 512, dtype=torch.int64), torch.ones(5)),
+    "booleans": head(torch.ones(5, 512), torch.ones(5, dtype=torch.bool)),
+    "no weight": head(None, torch.ones(5)),
+    "no bias": head(torch.ones(5, 512), None),
+    "none": head(None, None),
+}
+
+
+@pytest.mark.parametrize("form", ["pth", "safetensors"])
+@pytest.mark.parametrize("malformed", HEADS)
+def test_malformed_heads_are_refused(
+    malformed: str, form: str, shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    weights = {name: value for name, value in shallow("inline_pvt_tiny").items() if not name.startswith("head.")}
+    path = tmp_path / f"some.{form}"
+    save = safetensors.torch.save_file if form == "safetensors" else torch.save
+    save({**weights, **HEADS[malformed]}, path)
+    for num_classes in (1000, 5):
+        model = make("inline_pvt_tiny", num_classes=num_classes)
+        with (
+            unchanged(model),
+            pytest.raises(ValueError, match=r"malformed head, head\.|not hold the weights") as caught,
+        ):
+            load_checkpoint(model, path)
+        assert str(path) in str(caught.value)
+
+
+def test_a_head_for_other_classes_is_left_out_with_a_warning(
+    shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    path = save_published(tmp_path / "published.pth", shallow("inline_pvt_tiny"))
+    model = make("inline_pvt_tiny", num_classes=5)
+    before = {name: value.clone() for name, value in model.head.state_dict().items()}
+    with pytest.warns(UserWarning, match="is for 1000 classes and the model has 5: the head is not loaded") as warned:
+        load_checkpoint(model, path)
+    assert len(warned) == 1
+    assert_same(model.head.state_dict(), before)
+    assert torch.equal(model.stages[0].embed.norm.weight, shallow("inline_pvt_tiny")["patch_embed1.norm.weight"])
+    with unchanged(model), pytest.raises(ValueError, match="has a head for 1000 classes, but 5 are needed"):
+        load_checkpoint(model, path, new_head=False)
+    # Nothing to say where there is no head, or the right one.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(make("inline_pvt_tiny", num_classes=0), path)
+        load_checkpoint(make("inline_pvt_tiny"), path, new_head=False)
+
+
+# ------------------------------------------------------------------------------------------------- unusual tensors
+
+
+def quantized(shape: tuple[int, ...]) -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.qint8)
+
+
+UNUSUAL: dict[str, Callable[[], Tensor]] = {
+    "quantized": lambda: quantized((512,)),
+    "quantized by channel": lambda: torch.quantize_per_channel(
+        torch.ones(512, 1), torch.ones(512), torch.zeros(512), 0, torch.qint8
+    ),
+    "sparse": lambda: torch.ones(512).to_sparse(),
+    "sparse_csr": lambda: torch.eye(512).to_sparse_csr(),
+    "meta": lambda: torch.ones(512, device="meta"),
+    "complex": lambda: torch.ones(512, dtype=torch.complex64),
+    "conjugated": lambda: torch.ones(512, dtype=torch.complex64).conj(),
+    "float8": lambda: torch.ones(512).to(torch.float8_e4m3fn),
+    "int64": lambda: torch.ones(512, dtype=torch.int64),
+    "bool": lambda: torch.ones(512, dtype=torch.bool),
+    "uint16": lambda: torch.ones(512).to(torch.uint16),
+    "giant": lambda: torch.ones(1).expand(10**12),
+    "giant matrix": lambda: torch.ones(1, 1).expand(10**9, 10**9),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(4)]),
+    "empty": lambda: torch.ones(0),
+    "scalar": lambda: torch.tensor(1.0),
+}
+PLACES_OF_UNUSUAL = [
+    "patch_embed1.norm.weight",
+    "head.weight",
+    "pos_embed1",
+    "block1.0.attn.q.weight",
+    "patch_embed1.proj.weight",
+]
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor", "ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*quantiz")
+@pytest.mark.parametrize("place", PLACES_OF_UNUSUAL)
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_tensors_are_refused(
+    kind: str, place: str, shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    path = tmp_path / "some.pth"
+    try:
+        value = UNUSUAL[kind]()
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"this build of torch cannot make one: {error}")
+    torch.save({**shallow("inline_pvt_tiny"), place: value}, path)
+    model = make("inline_pvt_tiny", in_chans=1, img_size=96)
+    with unchanged(model), pytest.raises(ValueError, match=r"weights|malformed head|do not fit together") as caught:
+        load_checkpoint(model, path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "weights_only" not in message
+    assert len(message) < 1200
+
+
+def test_tensors_that_need_no_values_of_their_own_may_stand_elsewhere(tmp_path: Path) -> None:
+    """What is beside the weights is not read: it may be anything that runs no code."""
+    path = tmp_path / "some.pth"
+    beside = {"sparse": torch.eye(3).to_sparse(), "giant": torch.ones(1).expand(10**12), "set": {1, "a"}, "b": b"xyz"}
+    torch.save(
+        {"model": {"a": torch.ones(2)}, "optimizer": beside, "dtype": torch.float32, "size": torch.Size([3])}, path
+    )
+    assert torch.equal(read_state_dict(path)["a"], torch.ones(2))
+
+
+def test_many_small_claims_on_one_storage_are_refused(tmp_path: Path) -> None:
+    """Each is as large as the storage; copies of all of them would not fit into memory."""
+    path = tmp_path / "some.pth"
+    whole = torch.zeros(2**20)
+    torch.save({f"weight{i}": whole.view(2**10, 2**10) for i in range(3000)}, path)
+    assert path.stat().st_size < 2**23
+    with pytest.raises(ValueError, match="by repeating numbers"):
+        read_state_dict(path)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("form", ["zip", "legacy", "protocol 4", "protocol 5", "safetensors"])
+def test_tensors_are_read_as_they_were_written(dtype: torch.dtype, form: str, tmp_path: Path) -> None:
+    whole = torch.randn(6, 8).mul(3).to(dtype)
+    weights = {
+        "whole": whole,
+        "transposed": whole.t(),
+        "part": whole[2:5, 1::3],
+        "row": whole[3],
+        "scalar": whole[1, 1],
+        "empty": whole[:0],
+        "repeated": whole[:1].expand(4, 8),
+        "parameter": nn.Parameter(whole.clone(), requires_grad=False),
+    }
+    path = tmp_path / ("some.safetensors" if form == "safetensors" else "some.bin")
+    if form == "safetensors":
+        safetensors.torch.save_file({name: value.clone().contiguous() for name, value in weights.items()}, path)
+    elif form.startswith("protocol"):
+        torch.save(weights, path, pickle_protocol=int(form[-1]))
+    else:
+        torch.save(weights, path, _use_new_zipfile_serialization=form == "zip")
+    found = read_state_dict(path)
+    assert_same(found, weights)
+    assert all(value.dtype == dtype for value in found.values())
+    if form != "safetensors":
+        assert found["row"].untyped_storage().data_ptr() == found["whole"].untyped_storage().data_ptr()
+        assert found["transposed"].stride() == (1, 8)
+
+
+def test_a_flipped_bit_in_a_tensor_is_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "some.pth"
+    torch.save({"a": torch.arange(4.0)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.arange(4.0).numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="do not match their checksums"):
+        read_state_dict(path)
+
+
+# ------------------------------------------------------------------------------------------------- hostile archives
+
+
+def rezip(path: Path, change: Callable[[str, bytes], bytes | None], **options: Any) -> None:
+    """Write the records of an archive again, changed or left out."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", **options) as archive:
+        for name, content in records.items():
+            changed = change(name, content)
+            if changed is not None:
+                archive.writestr(name, changed)
+
+
+def add_twice(path: Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.writestr(archive.namelist()[0], b"")
+
+
+ARCHIVES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "deflated": (lambda path: rezip(path, lambda _, old: old, compression=zipfile.ZIP_DEFLATED), "compressed records"),
+    "no storage": (lambda path: rezip(path, lambda name, old: None if "/data/" in name else old), "lacks the record"),
+    "short storage": (lambda path: rezip(path, lambda name, old: old[:8] if "/data/" in name else old), "another size"),
+    "byte order": (lambda path: rezip(path, lambda name, old: b"big" if "byteorder" in name else old), "byte order"),
+    "twice": (add_twice, "two records of one name"),
+}
+
+
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_hostile_archives_are_refused(archive: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.pth"
+    torch.save({"a": torch.zeros(2**20)}, path)
+    change, message = ARCHIVES[archive]
+    change(path)
+    with pytest.raises(ValueError, match=rf"not a whole PyTorch file \(it .*{message}|{message}") as caught:
+        read_state_dict(path)
+    assert_readable(caught.value, path)
+
+
+def test_lengths_that_lie_are_refused(tmp_path: Path) -> None:
+    """A tensor that is larger than its record must not be read from other memory."""
+    path = tmp_path / "some.pth"
+    for old, new in (
+        (b"K\x04t", b"J\x00\x00\x00\x10t"),
+        (b"K\x04\x85", b"J\x00\x00\x00\x10\x85"),
+        (b"K\x01\x85", b"K\x7f\x85"),
+    ):
+        torch.save({"a": torch.arange(4.0)}, path)
+        rezip(path, lambda name, content: content.replace(old, new, 1) if "data.pkl" in name else content)  # noqa: B023
+        with pytest.raises(ValueError, match=r"another size than the tensor|larger than its storage"):
+            read_state_dict(path)
+
+
+PROGRAMS: dict[str, bytes] = {
+    "deeply nested": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+    "nested key": b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s.",
+    "doubling key": b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s.",
+    "large number as a name": b"\x80\x02}\x8b" + (4000).to_bytes(4, "little") + b"\x7f" * 4000 + b"K\x01s.",
+    "long name that is missing": b"\x80\x04\x8d" + (2**60).to_bytes(8, "little") + b"x.",
+    "nothing left": b"\x80\x020.",
+    "build on a function": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}b.",
+    "call of a call": b"\x80\x02ccollections\nOrderedDict\n)R)R.",
+    "attribute of a class": b"\x80\x04\x8c\x05torch\x8c\x0cTensor.shape\x93.",
+    "extension": b"\x80\x02\x82\x01.",
+    "object of a class": b"(itorch\nTensor\n.",
+    "copies again and again": b"\x80\x02]("
+    + b"K\x01" * 60_000
+    + b"eq\x00"
+    + b"cbuiltins\nset\nh\x00\x85R0" * 300
+    + b"h\x00.",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_hostile_programs_end_at_once(program: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.pth"
+    torch.save({"a": torch.zeros(2)}, path)
+    rezip(path, lambda name, old: PROGRAMS[program] if "data.pkl" in name else old)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"not a whole|refused|holds no weights") as caught:
+        read_state_dict(path)
+    assert time.monotonic() - start < 5
+    assert_readable(caught.value, path)
+
+
+def test_many_wrappers_end_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "some.pth"
+    torch.save({"module." * 100_000 + "a": torch.zeros(2)}, path)
+    start = time.monotonic()
+    read_state_dict(path)
+    assert time.monotonic() - start < 5
+
+
+def test_names_do_not_break_messages(shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path) -> None:
+    path = tmp_path / "some.pth"
+    torch.save({**shallow("inline_pvt_tiny"), "evil\n\x1b[31mname": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match=r"evil \?\[31mname"):
+        load_checkpoint(make("inline_pvt_tiny"), path)
+
+
+def test_marks_of_parts_are_not_taken_from_files(shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path) -> None:
+    weights = shallow("inline_pvt_tiny")
+    weights["head.bias#3"] = weights.pop("head.bias")
+    torch.save(weights, tmp_path / "some.pth")
+    with pytest.raises(ValueError, match=r"1 missing \(head\.bias\); 1 unexpected \(head\.bias#3\)"):
+        load_checkpoint(make("inline_pvt_tiny"), tmp_path / "some.pth")
+
+
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+def test_only_regular_files_are_read(ending: str, tmp_path: Path) -> None:
+    pipe, loop = tmp_path / f"pipe{ending}", tmp_path / f"loop{ending}"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="is a named pipe, not a regular file"):
+        read_state_dict(pipe)
+    with pytest.raises(OSError, match="symbolic links"):
+        read_state_dict(loop)
+    link = tmp_path / f"link{ending}"
+    link.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="is a character device, not a regular file"):
+        read_state_dict(link)
+
+
+def test_reading_leaves_torchs_list_of_allowed_classes_alone(tmp_path: Path) -> None:
+    """Other threads use it at the same time."""
+    published = save_published(tmp_path / "published.pth", {"a": torch.ones(2)})
+    other = tmp_path / "namespace.pth"
+    torch.save(argparse.Namespace(lr=1), other)
+    stop, failures = threading.Event(), []
+
+    def use() -> None:
+        while not stop.is_set():
+            try:
+                torch.load(other, weights_only=True)
+            except pickle.UnpicklingError as error:
+                failures.append(error)
+
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        thread = threading.Thread(target=use)
+        thread.start()
+        for _ in range(200):
+            read_state_dict(published)
+        stop.set()
+        thread.join()
+    assert failures == []

@@ -79,14 +79,14 @@ def open_classifier(
     num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0)
     if file is not None:
         weights = read_state_dict(file)
-        num_classes = classes_of_weights(config.name, weights) or num_classes
+        num_classes = classes_of_weights(config.name, weights, file) or num_classes
         if channels_of_weights(config.name, weights) == 1:
             config = dataclasses.replace(config, in_chans=1)
         del weights
     if num_classes < 2:
         raise ValueError(f"{model} has no head to tell classes apart: name a checkpoint that has one")
     return Classifier(
-        model=build_model(config, num_classes).eval(),
+        model=build_model(config, num_classes, new_head=False).eval(),
         num_classes=num_classes,
         classes=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
         spec=input_spec(config),

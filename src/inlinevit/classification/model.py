@@ -1,5 +1,6 @@
 """Models with the weights that they start from."""
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from ..models import load_checkpoint
 from ..models._weight_files import read_state_dict
+from ..training.config import require
 from ..training.creation import (
     check_model_name,
     classes_of_weights,
@@ -29,23 +31,29 @@ OWN_WORDS = {
 }
 
 
-def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
+def build_model(config: ModelConfig, num_classes: int, *, new_head: bool = True) -> nn.Module:
     """The model of a configuration, with the weights that it starts from.
 
     Models that cannot leave out branches are built without; so are those that take images of any size as they are.
+
+    Args:
+        config: The model.
+        num_classes: Width of its head.
+        new_head: Whether the head may be a new one, to be trained, if the checkpoint is for another number of classes:
+            that is warned of; False = such a checkpoint is refused.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
         OSError: The published weights cannot be fetched.
         ValueError: There is no such model or option, or the checkpoint is of another model.
     """
-    model = _build_with_weights(config, num_classes)
+    model = _build_with_weights(config, num_classes, new_head)
     if config.img_size is not None and not is_ours(config.name):
         require_size(model, config)
     return model
 
 
-def _build_with_weights(config: ModelConfig, num_classes: int) -> nn.Module:
+def _build_with_weights(config: ModelConfig, num_classes: int, new_head: bool) -> nn.Module:
     """See build_model."""
     check_model_name(config.name)
     if config.checkpoint is None:
@@ -54,20 +62,28 @@ def _build_with_weights(config: ModelConfig, num_classes: int) -> nn.Module:
         return create_published(config.name, lambda: _create(config, num_classes, pretrained=True))
     if is_ours(config.name):
         model = _create(config, num_classes)
-        load_checkpoint(model, config.checkpoint)
+        load_checkpoint(model, config.checkpoint, new_head=new_head)
         return model
     weights = read_state_dict(config.checkpoint)
-    classes = classes_of_weights(config.name, weights) or num_classes
-    # timm's own way to published weights: it knows how each family's are resized and which channels they are for.
-    overlay = {"state_dict": weights, "num_classes": classes, "label_offset": 0}
-    model = create_from_weights(
-        config.checkpoint,
-        config.name,
-        lambda: _create(config, classes, pretrained=True, pretrained_cfg_overlay=overlay),
+    classes = classes_of_weights(config.name, weights, config.checkpoint) or num_classes
+    require(
+        new_head or classes == num_classes,
+        f"{config.checkpoint} has a head for {classes} classes, but {num_classes} are needed: choose weights for these "
+        "classes, or train the model on them first",
     )
+
+    def create(**given: Any) -> nn.Module:
+        return _create(config, classes, **given)
+
+    model = create_from_weights(config.checkpoint, config.name, weights, classes, create, whole=True)
     if classes != num_classes:
         # Only now, because timm takes any file at all if it must leave out the head.
         cast(Any, model).reset_classifier(num_classes)
+        warnings.warn(
+            f"{config.checkpoint} is for {classes} classes and the model has {num_classes}: the head is not loaded, so "
+            "it starts from random weights",
+            stacklevel=3,
+        )
     return model
 
 
@@ -121,7 +137,7 @@ def classes_of_model(config: ModelConfig) -> int:
     published = made_for.num_classes if made_for is not None else 0
     if config.checkpoint is None:
         return published
-    return classes_of_weights(config.name, read_state_dict(config.checkpoint)) or published
+    return classes_of_weights(config.name, read_state_dict(config.checkpoint), config.checkpoint) or published
 
 
 def channels_of_weights(name: str, weights: dict[str, Tensor]) -> int | None:

@@ -52,7 +52,7 @@ class Teacher(nn.Module):
             f"the teacher {config.teacher} tells {known} classes apart, but the data have {num_classes}: name the file "
             "of one that was trained on them with --distillation.checkpoint",
         )
-        self.model = build_model(taught, num_classes).eval().requires_grad_(False)
+        self.model = build_model(taught, num_classes, new_head=False).eval().requires_grad_(False)
         # The student's images are normalised its way; the teacher may be used to another.
         own, other = input_spec(taught), input_spec(student)
         self.register_buffer("scale", _by_channel(other.std) / _by_channel(own.std), persistent=False)

@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from pycocotools import mask as coco_masks
 from torch import Tensor
 
+from ..checks import shorten
 from ..files import read_json
 from ..images import bombs_refused, in_colours, open_image, shows_something, why_unusable
 from .config import DetectionDataConfig
@@ -31,6 +32,8 @@ NARROWEST_BOX = 0.01
 FARTHEST_CORNER = 100_000
 # How many ids a warning names.
 NAMED = 5
+# Letters of a file's name in a message.
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class CocoSource:
         if missing:
             raise FileNotFoundError(
                 f"{len(missing)} of {len(self.images)} images of {self.file} are not in {self.folder}, such as "
-                f"{missing[0]['file_name']} (image id {missing[0]['id']}): name the right folder, or take them out of "
+                f"{_shown(missing[0])} (image id {missing[0]['id']}): name the right folder, or take them out of "
                 "the file"
             )
 
@@ -110,11 +113,11 @@ class CocoSource:
             # Asked by equality, 1.0 and true would pass for 1.
             if not _is_whole(place) or place not in images:
                 raise ValueError(
-                    f"{name} is for image {place!r}, which the file does not have: remove one or add the other"
+                    f"{name} is for image {place!r:.100}, which the file does not have: remove one or add the other"
                 )
             if not _is_whole(category) or category not in self.labels:
                 raise ValueError(
-                    f"{name} is of category {category!r}, which the file does not have: remove one or add the other"
+                    f"{name} is of category {category!r:.80}, which the file does not have: remove one or add the other"
                 )
             if place in taken:
                 image = taken[place]
@@ -130,7 +133,7 @@ class CocoSource:
     def name(self, index: int) -> str:
         """What to call an image in messages."""
         record = self.images[index]
-        return f"{self.folder / record['file_name']} (image id {record['id']})"
+        return f"{self.folder / _shown(record)} (image id {record['id']})"
 
     def aspect(self, index: int) -> float:
         """Width of an image by its height."""
@@ -289,12 +292,17 @@ def _by_id(file: Path, content: Record, key: str) -> dict[int, Record]:
         number = record.get("id")
         if not _is_whole(number):
             raise ValueError(
-                f"record {place} of the {key} in {file} has the id {number!r}: it should be a whole number"
+                f"record {place} of the {key} in {file} has the id {number!r:.100}: it should be a whole number"
             )
         if number in found:
             raise ValueError(f"{file} has two {key} with the id {number}: give one of them another id")
         found[number] = record
     return found
+
+
+def _shown(image: Record) -> str:
+    """The file of an image, as far as a message has a place for it."""
+    return shorten(image["file_name"], LONGEST_NAME)
 
 
 def _refuse(problem: str, name: str) -> None:
@@ -320,9 +328,9 @@ def _what_is_wrong_with_image(image: Record) -> str:
     if not isinstance(file_name, str):
         return "has no file_name: add it"
     if os.path.isabs(file_name) or ".." in Path(file_name).parts:
-        return f"has the file_name {file_name}, which leads out of the folder of images: name the file inside of it"
+        return f"has the file_name {_shown(image)}, which leads out of the folder of images: name the file inside of it"
     if not (_is_whole(width) and _is_whole(height) and width > 0 and height > 0):
-        return f"has the width {width!r} and the height {height!r}: give the size of {file_name} in pixels"
+        return f"has the width {width!r:.80} and the height {height!r:.80}: give the size of {_shown(image)} in pixels"
     if not shows_something((width, height)):
         return f"has {width} × {height} pixels, which show nothing: remove it"
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
@@ -334,13 +342,13 @@ def _what_is_wrong_with_object(annotation: Record, image: Record) -> str:
     """A sentence without its subject; "" = nothing."""
     box, area = annotation.get("bbox"), annotation.get("area")
     if not _are_numbers(box) or len(box) != 4:
-        return f"has the bbox {box!r}: it should be four numbers, x, y, width and height"
+        return f"has the bbox {box!r:.100}: it should be four numbers, x, y, width and height"
     if box[2] < 0 or box[3] < 0:
         return f"has the bbox {box}, whose width or height is negative: mend it"
     if area is not None and not _are_numbers([area]):
-        return f"has the area {area!r}: it should be a number of pixels"
+        return f"has the area {area!r:.100}: it should be a number of pixels"
     if annotation.get("iscrowd") not in (None, 0, 1):
-        return f"has the iscrowd {annotation['iscrowd']!r}: it should be 0 or 1"
+        return f"has the iscrowd {annotation['iscrowd']!r:.100}: it should be 0 or 1"
     segmentation = annotation.get("segmentation")
     if not segmentation:
         return "has no segmentation, but masks are learned from it: add it, or remove the annotation"
@@ -364,7 +372,8 @@ def what_is_wrong_with_rle(rle: Any, image: Record) -> str:
     if not isinstance(rle, dict) or not isinstance(rle.get("counts"), list | str):
         return "has a segmentation that is neither a list of polygons nor RLE with size and counts: mend it"
     if rle.get("size") != size:
-        return f"has a mask of the size {rle.get('size')}, but its image has {size}, height and width: mend one of them"
+        found = f"{rle.get('size')!r:.80}"
+        return f"has a mask of the size {found}, but its image has {size}, height and width: mend one of them"
     runs = _run_lengths(rle["counts"])
     if not all(_is_whole(run) and run >= 0 for run in runs) or sum(runs) != size[0] * size[1]:
         # pycocotools would fill such a mask with whatever is in memory.

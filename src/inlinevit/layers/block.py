@@ -1,7 +1,8 @@
 """The transformer block of all four families."""
 
 from collections.abc import Callable
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 import torch
 from timm.layers import DropPath, Mlp
@@ -59,15 +60,17 @@ class Block(nn.Module):
         mlp = LocalMlp if local_mlp else Mlp
         self.mlp = mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        # Set by optimize_for_inference. A flag, because compiled methods as attributes would be shared with copies.
+        self.compiles_branches = False
 
     def forward(self, x: Tensor, size: tuple[int, int], prefix_only: bool = False) -> Tensor:
         """Tokens (batch, prefix + H·W, dim) to the same, for a map of size (H, W); or to the prefix tokens alone."""
         if prefix_only:
             prefix = x.shape[1] - size[0] * size[1]
-            return self.add_mlp(x[:, :prefix] + self.attention_branch(x, size, True), (0, 0))
+            return self.add_mlp(x[:, :prefix] + self.run_attention(x, size, True), (0, 0))
         if not torch.jit.is_scripting() and self.works_in_pieces(x):
             return self.forward_in_pieces(x, size)
-        return self.add_mlp(x + self.attention_branch(x, size, False), size)
+        return self.add_mlp(x + self.run_attention(x, size, False), size)
 
     def attention_branch(self, x: Tensor, size: tuple[int, int], prefix_only: bool) -> Tensor:
         """norm → attention."""
@@ -83,13 +86,26 @@ class Block(nn.Module):
 
     def add_mlp(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """norm → MLP → add."""
-        return x + self.mlp_branch(x, size)
+        return x + self.run_mlp(x, size)
+
+    def run_attention(self, x: Tensor, size: tuple[int, int], prefix_only: bool) -> Tensor:
+        """attention_branch, compiled if that is wanted."""
+        if not torch.jit.is_scripting() and self.compiles(x):
+            return compiled(type(self).attention_branch)(self, x, size, prefix_only)
+        return self.attention_branch(x, size, prefix_only)
+
+    def run_mlp(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """mlp_branch, compiled if that is wanted."""
+        if not torch.jit.is_scripting() and self.compiles(x):
+            return compiled(type(self).mlp_branch)(self, x, size)
+        return self.mlp_branch(x, size)
 
     @torch.jit.ignore
-    def compile_branches(self) -> None:
-        """Compile both branches; blocks of one shape share what is compiled."""
-        self.attention_branch = torch.compile(self.attention_branch)  # type: ignore[method-assign]
-        self.mlp_branch = torch.compile(self.mlp_branch)  # type: ignore[method-assign]
+    def compiles(self, x: Tensor) -> bool:
+        """Whether to call compiled branches: not while a graph is recorded."""
+        return self.compiles_branches and not (
+            issubclass(type(x), torch.fx.Proxy) or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        )
 
     @torch.jit.ignore
     def works_in_pieces(self, x: Tensor) -> bool:
@@ -108,11 +124,17 @@ class Block(nn.Module):
     def forward_in_pieces(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """The same as forward: attention over a few images at a time, the MLP over a few tokens."""
         numbers = x.shape[0] * x.shape[1] * self.hidden_dim
-        x = add_in_pieces(x, lambda images: self.attention_branch(images, size, False), numbers)
+        x = add_in_pieces(x, lambda images: self.run_attention(images, size, False), numbers)
         if self.mlp_is_local:
-            return add_in_pieces(x, lambda images: self.mlp_branch(images, size), numbers)
+            return add_in_pieces(x, lambda images: self.run_mlp(images, size), numbers)
         # Tokens one by one: the size of the map does not matter.
-        return add_in_pieces(x.flatten(0, 1), lambda tokens: self.mlp_branch(tokens, size), numbers).view_as(x)
+        return add_in_pieces(x.flatten(0, 1), lambda tokens: self.run_mlp(tokens, size), numbers).view_as(x)
+
+
+@cache
+def compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, compiled for all objects of its class; importing the compiler takes seconds."""
+    return torch.compile(method)
 
 
 def add_in_pieces(x: Tensor, branch: Callable[[Tensor], Tensor], numbers: int) -> Tensor:

@@ -5,6 +5,9 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_function, resample_abs_pos_embed, trunc_normal_
 from torch import Tensor, nn
 
+from ..ops._common import needs_gradient
+from ._kept import KeptTensors, may_keep
+
 
 @register_notrace_function
 def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
@@ -96,6 +99,59 @@ class PatchMerging(nn.Module):
         return self.reduction(self.norm(x))
 
 
+class TableState:
+    """What a table of positions was like when positions were resized from it, and the resized positions by size.
+
+    Args:
+        table: The table.
+        geometry: What else decides how it is resized.
+    """
+
+    def __init__(self, table: Tensor, geometry: tuple[object, ...]) -> None:
+        # An alias: the memory is not handed out again, so that another table cannot have the same address.
+        self.table = table.detach()
+        self.version = table._version
+        self.geometry = geometry
+        # Writing through table.data or NumPy changes no version. On a CPU, values are compared at little cost.
+        self.values = table.detach().clone() if table.device.type == "cpu" else None
+        self.kept = KeptTensors()
+
+    def still_holds(self, table: Tensor, geometry: tuple[object, ...]) -> bool:
+        """Whether the table is still the same, with the same values."""
+        return (
+            self.geometry == geometry
+            and self.version == table._version
+            and self.table.device == table.device
+            and self.table.dtype == table.dtype
+            and self.table.shape == table.shape
+            and self.table.stride() == table.stride()
+            and self.table.data_ptr() == table.data_ptr()
+            and (self.values is None or torch.equal(self.values, table))
+        )
+
+
+class ResizedPositions:
+    """Positions that were resized from a table, dropped when it changes; copies are empty."""
+
+    def __init__(self) -> None:
+        self.state: TableState | None = None
+
+    def of_table(self, table: Tensor, geometry: tuple[object, ...]) -> KeptTensors:
+        """Positions by size that were resized from the table as it is now.
+
+        Args:
+            table: The table.
+            geometry: What else decides how it is resized.
+        """
+        state = self.state
+        if state is None or not state.still_holds(table, geometry):
+            self.state = state = TableState(table, geometry)
+        return state.kept
+
+    def __reduce__(self) -> tuple[type["ResizedPositions"], tuple[()]]:
+        return ResizedPositions, ()
+
+
 class PositionEmbedding(nn.Module):
     """Learned absolute positions, resized to the grid at hand.
 
@@ -124,8 +180,8 @@ class PositionEmbedding(nn.Module):
         self.interpolation = interpolation
         table = torch.empty(1, num_prefix_tokens + grid[0] * grid[1], dim, device=device, dtype=dtype)
         self.table = nn.Parameter(table)
-        # Positions by size of the map. None = resize them anew each time, because they may change.
-        self.resized: dict[tuple[int, int], Tensor] | None = None
+        # Resized positions that are kept; None = none are.
+        self.resized: ResizedPositions | None = None
         self.reset_parameters()
 
     @torch.jit.ignore
@@ -139,30 +195,51 @@ class PositionEmbedding(nn.Module):
 
     def at(self, size: tuple[int, int]) -> Tensor:
         """The positions of a map of this size, (1, prefix + H·W, dim)."""
-        if not torch.jit.is_scripting() and self.resized is not None:
+        if not torch.jit.is_scripting() and self.resized is not None and not torch.compiler.is_compiling():
             return self.keep_resized(size)
         return resize_positions(self.table, self.grid, size, self.num_prefix_tokens, self.interpolation)
 
     @torch.jit.ignore
     def freeze(self) -> None:
-        """Resize positions but once for each size from now on: they change no more."""
+        """Take no gradients, and keep resized positions from now on, as long as the table stays the same."""
         self.table.requires_grad_(False)
-        self.resized = {}
+        self.resized = ResizedPositions()
 
     @torch.jit.ignore
     def keep_resized(self, size: tuple[int, int]) -> Tensor:
-        """The positions of a map of this size, resized once."""
-        assert self.resized is not None
-        if size not in self.resized:
-            prefix, mode = self.num_prefix_tokens, self.interpolation
-            self.resized[size] = resize_positions(self.table, self.grid, size, prefix, mode)
-        return self.resized[size]
+        """The positions of a map of this size, resized once for each state of the table.
+
+        Kept ones are for inference alone, and never become constants of a graph that is being recorded.
+        """
+        table, grid, prefix, mode = self.table, self.grid, self.num_prefix_tokens, self.interpolation
+        if (
+            self.resized is None
+            # The table itself.
+            or size == grid
+            # Sizes that are recorded symbolically are no integers.
+            or not (type(size[0]) is int and type(size[1]) is int)
+            # torch.func passes tensors of its own for parameters; in-place changes of inference tensors leave no trace.
+            or type(table) is not nn.Parameter
+            or table.is_inference()
+            or needs_gradient(table)
+            or not may_keep(table.device)
+        ):
+            return resize_positions(table, grid, size, prefix, mode)
+        # What was computed in inference mode could not be used with gradients later.
+        with torch.inference_mode(False), torch.no_grad():
+            kept = self.resized.of_table(table, (grid, prefix, mode))
+            positions = kept.get(size)
+            if positions is None:
+                positions = resize_positions(table, grid, size, prefix, mode)
+                kept.keep(size, positions)
+        return positions
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
         """Keep positions for another grid from now on, resized from those at hand."""
         prefix, mode = self.num_prefix_tokens, self.interpolation
-        self.table = nn.Parameter(resize_positions(self.table.detach(), self.grid, grid, prefix, mode))
+        table = resize_positions(self.table.detach(), self.grid, grid, prefix, mode)
+        self.table = nn.Parameter(table, requires_grad=self.table.requires_grad)
         self.grid = grid
 
 

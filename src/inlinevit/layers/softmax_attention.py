@@ -1,6 +1,5 @@
 """Softmax attention as a module: with relative positions for Swin, with reduced keys and values for PVT."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,9 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
+from ._kept import KeptTensors, may_keep
 from .embed import ConvEmbed
 from .layouts import WholeMap, Windows, shift_mask, window_mask
 from .token_mixer import Share, TokenMixer
+
+# Masks do not depend on weights: they are made once for each way to cut a map, for all models.
+KEPT_MASKS = KeptTensors(most=16, most_bytes=2**25)
 
 
 @register_notrace_module
@@ -153,10 +156,16 @@ def hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
     """Which tokens a query must not see: (windows, 1, tokens, tokens), True = hidden; None if it sees all."""
     if torch.jit.is_scripting():
         return find_hidden_pairs(windows, device)
-    # Compilers keep no masks, and fake modes make none that could be kept.
-    if torch.compiler.is_compiling() or type(torch.empty(0, device=device)) is not Tensor:
+    if not may_keep(device):
         return find_hidden_pairs(windows, device)
-    return kept_hidden_pairs(windows, device)
+    hidden = KEPT_MASKS.get((windows, device))
+    if hidden is None:
+        # A mask that was made in inference mode could not be used in training later.
+        with torch.inference_mode(False):
+            hidden = find_hidden_pairs(windows, device)
+        if hidden is not None:
+            KEPT_MASKS.keep((windows, device), hidden)
+    return hidden
 
 
 def find_hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
@@ -172,11 +181,3 @@ def find_hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
         seen = seen & neighbours
     # Every token sees itself: without it, a row of padding might see nothing and turn to NaN.
     return ~(seen | torch.eye(tokens, dtype=torch.bool, device=device)).unsqueeze(1)
-
-
-@lru_cache(maxsize=16)
-def kept_hidden_pairs(windows: Windows, device: torch.device) -> Tensor | None:
-    """find_hidden_pairs, made once for each way to cut a map."""
-    # A mask that was made in inference mode could not be used in training later.
-    with torch.inference_mode(False):
-        return find_hidden_pairs(windows, device)

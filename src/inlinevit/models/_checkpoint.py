@@ -13,26 +13,27 @@ from torch import Tensor, nn
 
 from ..layers import PositionEmbedding
 from ..layers.embed import resize_positions
-from ._weight_files import WRAPPERS, read_state_dict, shorten
+from ._weight_files import FLOATS, WRAPPERS, classes_of_head, describe, one_line, read_state_dict
 
 # Buffers of published files, which our models compute.
 IGNORED_BUFFERS = ("relative_position_index", "attn_mask")
 FIRST_CONV = "stages.0.embed.proj.weight"
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMES_SHOWN = 3
 
 
-def load_checkpoint(model: nn.Module, path: str | Path) -> None:
+def load_checkpoint(model: nn.Module, path: str | Path, *, new_head: bool = True) -> None:
     """Load published weights (.pth) or our own (.safetensors, .pth) into a model.
 
     Position embeddings and relative position tables are resized and the first convolution is adapted to the model's
-    channels. A head for another number of classes is left out, so that the model keeps the head it has; a model without
-    a head takes what it needs up to its last level.
+    channels. A head for another number of classes is left out with a warning, so that the model keeps the head it has;
+    a model without a head takes what it needs up to its last level.
 
     Args:
         model: A model of this library, or what `features_only=True`, DistributedDataParallel or torch.compile make of
             it.
         path: The file. It is refused if it holds anything but tensors, plain containers and the published config class.
+        new_head: Whether the model may keep its own head, to be trained, if the file has one for another number of
+            classes; False = such a file is refused.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -40,7 +41,7 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     """
     backbone = backbone_of(model)
     state_dict = _adapt_channels(adapt_state_dict(read_state_dict(path), backbone), backbone)
-    left_out = _left_out(state_dict, backbone)
+    left_out = _left_out(state_dict, backbone, path, new_head)
     loaded = {name: value for name, value in state_dict.items() if name not in left_out}
     own = {name: value for name, value in backbone.state_dict().items() if name not in left_out}
     problem = _mismatch(loaded, own)
@@ -48,6 +49,12 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
         raise ValueError(
             f"{path} does not hold the weights of this model ({type(backbone).__name__}): {problem}. "
             "Choose the model that the file was made for."
+        )
+    if left_out and backbone.num_classes > 0:
+        warnings.warn(
+            f"{path} is for {state_dict['head.weight'].shape[0]} classes and the model has {backbone.num_classes}: the "
+            "head is not loaded, so it starts from random weights",
+            stacklevel=2,
         )
     # Not strict, because a head that is left out is missing.
     backbone.load_state_dict(loaded, strict=False)
@@ -67,18 +74,27 @@ def backbone_of(model: nn.Module) -> Any:
 def _adapt_channels(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """A first convolution for three channels, adapted to those of the model's images as timm does it."""
     weight = state_dict.get(FIRST_CONV)
-    if weight is None or weight.dim() != 4 or weight.shape[1] != 3:
+    if weight is None or weight.dim() != 4 or weight.shape[1] != 3 or weight.dtype not in FLOATS:
         return state_dict
     return {**state_dict, FIRST_CONV: adapt_input_conv(model.in_chans, weight)}
 
 
-def _left_out(state_dict: dict[str, Tensor], model: Any) -> set[str]:
+def _left_out(state_dict: dict[str, Tensor], model: Any, path: str | Path, new_head: bool) -> set[str]:
     """Weights that the model has no use for: a head for other classes or, without a head, what follows its levels."""
-    if model.num_classes > 0:
-        head: set[str] = {name for name in ("head.weight", "head.bias") if name in state_dict}
-        classes = {tuple(state_dict[name].shape[:1]) for name in head}
-        return set() if (model.num_classes,) in classes else head
-    return {name for name in state_dict if _follows_levels(name, model)}
+    if model.num_classes == 0:
+        return {name for name in state_dict if _follows_levels(name, model)}
+    classes = classes_of_head(state_dict, "head", path)
+    if classes in (None, model.num_classes):
+        return set()
+    # A head of other channels, or without a bias, is one of another model: that is reported with the other weights.
+    if state_dict["head.weight"].shape[1:] != model.head.weight.shape[1:] or "head.bias" not in state_dict:
+        return set()
+    if not new_head:
+        raise ValueError(
+            f"{path} has a head for {classes} classes, but {model.num_classes} are needed: choose weights for these "
+            "classes, or train the model on them first"
+        )
+    return {"head.weight", "head.bias"}
 
 
 def _follows_levels(name: str, model: Any) -> bool:
@@ -99,7 +115,7 @@ def _mismatch(state_dict: dict[str, Tensor], own: dict[str, Tensor]) -> str:
         "missing": [name for name in own if name not in state_dict],
         "unexpected": [name for name in state_dict if name not in own],
         "of another shape or type": [
-            f"{name} {_describe(state_dict[name])} for {_describe(value)}"
+            f"{name} {describe(state_dict[name])} for {describe(value)}"
             for name, value in own.items()
             if name in state_dict and (state_dict[name].shape != value.shape or state_dict[name].dtype not in FLOATS)
         ],
@@ -109,12 +125,8 @@ def _mismatch(state_dict: dict[str, Tensor], own: dict[str, Tensor]) -> str:
     return "; ".join(_first_few(what, names) for what, names in differences.items())
 
 
-def _describe(value: Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-
-
 def _first_few(what: str, names: list[str]) -> str:
-    shown = ", ".join(shorten(name) for name in names[:NAMES_SHOWN])
+    shown = ", ".join(one_line(name) for name in names[:NAMES_SHOWN])
     return f"{len(names)} {what}" + (f" ({shown}{', …' if len(names) > NAMES_SHOWN else ''})" if names else "")
 
 
@@ -129,10 +141,13 @@ def adapt_state_dict(state_dict: dict[str, Tensor], model: Any) -> dict[str, Ten
     own = model.state_dict()
     adapted = {}
     for name, value in state_dict.items():
-        if name in own and name.endswith("positions.table"):
+        if name not in own or value.dtype not in FLOATS:
+            # Reported with those of other shapes.
+            pass
+        elif name.endswith("positions.table"):
             positions = model.get_submodule(name.removesuffix(".table"))
             value = _fit_positions(value, positions, square=published)
-        elif name in own and name.endswith("relative_position_bias_table"):
+        elif name.endswith("relative_position_bias_table"):
             value = _fit_relative_positions(value, own[name])
         adapted[name] = value
     return adapted
@@ -147,13 +162,16 @@ def rename(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
         name, part = _own_name(published, model.published_names)
         parts = renamed.setdefault(name, {})
         if part in parts:
-            raise ValueError(f"the weights hold {shorten(name)} twice, once under the name {shorten(published)}")
+            raise ValueError(f"the weights hold {one_line(name)} twice, once under the name {one_line(published)}")
         parts[part] = value
     return {name: _join(name, [parts[i] for i in sorted(parts)]) for name, parts in renamed.items()}
 
 
 def _own_name(name: str, rules: tuple[tuple[str, str], ...]) -> tuple[str, int]:
     """The model's name for a published parameter, and which part of the model's parameter it is."""
+    # The mark of a part is ours; a file has no say in it.
+    if "#" in name:
+        return name, 0
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     part = re.search(r"#(\d)$", name)
@@ -164,8 +182,8 @@ def _join(name: str, parts: list[Tensor]) -> Tensor:
     """The parts of a parameter as one, along the first dimension."""
     if len(parts) == 1:
         return parts[0]
-    if any(part.dim() == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
-        raise ValueError(f"the parts of {shorten(name)} do not fit together: {', '.join(map(_describe, parts))}")
+    if any(part.dim() == 0 or part.shape[1:] != parts[0].shape[1:] or part.dtype not in FLOATS for part in parts):
+        raise ValueError(f"the parts of {one_line(name)} do not fit together: {', '.join(map(describe, parts))}")
     return torch.cat(parts)
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..checks import shorten
 from ..files import read_yaml
 from ..training.config import did_you_mean
 from .config import SegmentationDataConfig
@@ -91,14 +92,16 @@ class LabelMap:
             # YAML takes 7 for a number and no for a truth.
             if not isinstance(name, str) or not name.strip():
                 raise ValueError(f"class {number} in {origin} has no name: give it one, in quotes if need be")
-            _refuse_unknown(record, ("name", "values", "colour"), f"class {name} in {origin}")
+            _refuse_unknown(record, ("name", "values", "colour"), f"class {shorten(name)} in {origin}")
             if name in names:
-                raise ValueError(f"{origin} has two classes called {name}: give one of them another name")
+                raise ValueError(f"{origin} has two classes called {shorten(name)}: give one of them another name")
             names.append(name)
-            values.append(_values(record.get("values"), name, origin, meanings))
+            values.append(_values(record.get("values"), shorten(name), origin, meanings))
             if not values[-1]:
-                raise ValueError(f"class {name} in {origin} has no values: add them, such as `values: [{number}]`")
-            stated.append(_colour(record.get("colour"), f"class {name} in {origin}"))
+                raise ValueError(
+                    f"class {shorten(name)} in {origin} has no values: add them, such as `values: [{number}]`"
+                )
+            stated.append(_colour(record.get("colour"), f"class {shorten(name)} in {origin}"))
         classes = [SegmentationClass(*pair) for pair in zip(names, fill_in_colours(stated), strict=True)]
         return cls(classes, values, ignored)
 
@@ -234,7 +237,7 @@ def _refuse_unknown(record: dict[Any, Any], known: tuple[str, ...], name: str) -
     unknown = [str(key) for key in record if key not in known]
     if unknown:
         remedy = did_you_mean(unknown[0], known) or f"there are {', '.join(known)}"
-        raise ValueError(f"{name} has a field {unknown[0]}, which means nothing here: {remedy}")
+        raise ValueError(f"{name} has a field {shorten(unknown[0])}, which means nothing here: {remedy}")
 
 
 def _values(values: Any, meaning: str, origin: str | Path, meanings: dict[int, str]) -> list[int]:

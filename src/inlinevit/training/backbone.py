@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from ..models import load_checkpoint
 from .config import check_fields, require
-from .creation import classes_of_weights, create_from_weights, create_model, create_published, is_ours
+from .creation import (
+    classes_of_weights,
+    create_from_weights,
+    create_model,
+    create_published,
+    is_ours,
+    share_taken,
+)
 
 # Arguments of backbones that BackboneConfig has its own words for, or that the task decides.
 OWN_WORDS = {
@@ -89,11 +96,8 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
         body = create()
         load_checkpoint(body, config.checkpoint)
     else:
-        classes = classes_of_weights(config.backbone, weights)
-        overlay = {"state_dict": weights, "num_classes": classes, "label_offset": 0}
-        body = create_from_weights(
-            config.checkpoint, config.backbone, lambda: create(pretrained=True, pretrained_cfg_overlay=overlay)
-        )
+        classes = classes_of_weights(config.backbone, weights, config.checkpoint)
+        body = create_from_weights(config.checkpoint, config.backbone, weights, classes, create, whole=False)
         # timm leaves out the head, and takes any file at all then.
         require(
             share_taken(body, weights) >= LEAST_SHARE,
@@ -125,13 +129,6 @@ def require_any_size(body: nn.Module, name: str) -> None:
         ) from error
     finally:
         body.train(was_training)
-
-
-def share_taken(model: nn.Module, weights: dict[str, Tensor]) -> float:
-    """Share of a model's matrices and kernels that are among some weights, under whatever names."""
-    known = {(weight.shape, weight.double().sum().item()) for weight in weights.values()}
-    own = [parameter.detach() for parameter in model.parameters() if parameter.dim() > 1]
-    return sum((weight.shape, weight.double().sum().item()) in known for weight in own) / len(own)
 
 
 def checkpoint_backbone(body: nn.Module, enable: bool) -> None:

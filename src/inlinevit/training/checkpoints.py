@@ -461,8 +461,9 @@ def read_state(path: Path) -> Any:
     used: set[str] = set()
     try:
         state = _from_json(_read_json(path / STATE), tensors, used)
-    except ValueError as error:
-        raise ValueError(f"checkpoint {path} is not valid ({error}): resume from another one") from None
+    except (ValueError, RecursionError) as error:
+        problem = f"{STATE} is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"checkpoint {path} is not valid ({problem}): resume from another one") from None
     if used != tensors.keys():
         unused = min(tensors.keys() - used)
         raise ValueError(

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.models import build_model_with_cfg, get_pretrained_cfg, is_model, model_entrypoint, split_model_name_tag
 from torch import Tensor, nn
 
 from ..checks import shorten
+from ..models._weight_files import FLOATS, classes_of_head, describe, one_line, require_floats
 from .config import did_you_mean
 from .memory import require_memory_for_model
 
@@ -145,21 +147,66 @@ def create_published(name: str, create: Callable[[], nn.Module]) -> nn.Module:
         raise ValueError(f"{name} has no published weights ({error}): name a file as checkpoint") from error
 
 
-def create_from_weights(file: str, name: str, create: Callable[[], nn.Module]) -> nn.Module:
+def create_from_weights(
+    file: str,
+    name: str,
+    weights: dict[str, Tensor],
+    classes: int | None,
+    create: Callable[..., nn.Module],
+    *,
+    whole: bool,
+) -> nn.Module:
     """A model of timm's with the weights of a file.
 
     Args:
         file: For messages.
         name: What timm calls it.
-        create: Makes it, and loads them.
+        weights: The weights in the file.
+        classes: How many classes they are for; None = as many as the published ones.
+        create: Makes it, given arguments of timm.create_model that name weights, or none.
+        whole: Whether all of the model must be in the file; timm loads some models without being strict.
     """
+    require_floats(weights, file)
+    # timm's own way to published weights: it knows how each family's are resized and which channels they are for.
+    overlay: dict[str, Any] = {"label_offset": 0}
+    if classes is not None:
+        overlay["num_classes"] = classes
     try:
-        return create()
-    except (RuntimeError, KeyError) as error:
+        # timm takes names out of the dictionary that it is given.
+        model = create(pretrained=True, pretrained_cfg_overlay={**overlay, "state_dict": dict(weights)})
+        if whole and model.state_dict().keys() - weights.keys():
+            # Under the model's names or others: what is not loaded is random, and comes out differently again.
+            with torch.random.fork_rng(devices=[]):
+                again = create(pretrained=True, pretrained_cfg_overlay={**overlay, "state_dict": dict(weights)})
+            _require_equal(model.state_dict(), again.state_dict())
+    # timm's functions for published weights fail in many ways on others.
+    except Exception as error:
+        # If the arguments are to blame, this says so.
+        create()
         problem = " ".join(str(error).split())
         raise ValueError(
-            f"{file} does not hold the weights of {name} ({problem[:200]}): choose the model that the file was made for"
+            f"{file} does not hold the weights of {name} ({type(error).__name__}: {problem[:200]}): choose the model "
+            "that the file was made for"
         ) from error
+    return model
+
+
+def _require_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    random = [name for name, value in first.items() if not torch.equal(value.nan_to_num(), second[name].nan_to_num())]
+    if random:
+        raise KeyError(f"{random[0]} is not in it")
+
+
+def share_taken(model: nn.Module, weights: dict[str, Tensor]) -> float:
+    """Share of a model's matrices and kernels that are among some weights, under whatever names."""
+    known = {(weight.shape, _sum(weight)) for weight in weights.values()}
+    own = [parameter.detach() for parameter in model.parameters() if parameter.dim() > 1]
+    return sum((weight.shape, _sum(weight)) in known for weight in own) / len(own)
+
+
+def _sum(weight: Tensor) -> float:
+    """A number by which a weight is recognised in a model, whose precision may be lower."""
+    return weight.float().nan_to_num().double().sum().item()
 
 
 def load_weights(
@@ -168,34 +215,82 @@ def load_weights(
     """Load the weights of a whole model, which must fit.
 
     Args:
-        model: The model.
+        model: The model; it is left as it was if they do not.
         weights: Its weights, or those of another one of its kind.
         file: Where they come from, for messages.
-        by_class: Layers whose width is the number of classes, by a part of their names: where it differs, they begin
-            anew, with a warning.
+        by_class: Layers whose width is the number of classes, by a part of their names: where it differs, they keep
+            their random weights, with a warning.
     """
-    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    given = {name: tuple(value.shape) for name, value in weights.items()}
-    anew = {
-        name
-        for name in own.keys() & given.keys()
-        if own[name] != given[name] and any(f".{layer}." in f".{name}" for layer in by_class)
-    }
-    misfits = sorted(name for name, _ in own.items() ^ given.items() if name not in anew)
+    own = model.state_dict()
+    layers = {name.rpartition(".")[0] for name in own if any(f".{layer}." in f".{name}" for layer in by_class)}
+    new = {name for layer in layers for name in _new_weights(layer, own, weights)}
+    misfits = sorted(name for name in own.keys() | weights.keys() if name not in new and not _fits(name, own, weights))
     if misfits:
         first = misfits[0]
+        found, wanted = weights.get(first), own.get(first)
         raise ValueError(
-            f"{file} does not hold the weights of this model (such as {first}, which is {given.get(first, 'missing')} "
-            f"in place of {own.get(first, 'nothing')}): choose weights that were made with the same settings"
+            f"{file} does not hold the weights of this model (such as {one_line(first)}, which is "
+            f"{'missing' if found is None else _shown(found, wanted)} in place of "
+            f"{'nothing' if wanted is None else _shown(wanted, found)}): choose weights that were made with the same "
+            "settings"
         )
-    if anew:
-        warnings.warn(f"{file} is for another number of classes: the last layers begin anew", stacklevel=2)
-    model.load_state_dict({name: weight for name, weight in weights.items() if name not in anew}, strict=False)
+    if new:
+        first = sorted(new)[0]
+        warnings.warn(
+            f"{file} is for another number of classes ({first} has {len(weights[first])} rows in place of "
+            f"{len(own[first])}): the last layers start from random weights",
+            stacklevel=2,
+        )
+    model.load_state_dict({name: weight for name, weight in weights.items() if name not in new}, strict=False)
 
 
-def classes_of_weights(name: str, weights: dict[str, Tensor]) -> int | None:
-    """For how many classes weights have a head; None if they have none under the name that the model gives it."""
+def _shown(value: Tensor, other: Tensor | None) -> str:
+    """The shape of a weight, or its type as well where the shape is not what differs from another one."""
+    return describe(value) if other is not None and value.shape == other.shape else str(tuple(value.shape))
+
+
+def _fits(name: str, own: dict[str, Tensor], weights: dict[str, Tensor]) -> bool:
+    """Whether a weight of a file can take its place in a model."""
+    if name not in own or name not in weights:
+        return False
+    found, wanted = weights[name], own[name]
+    return found.shape == wanted.shape and (found.dtype in FLOATS) == wanted.is_floating_point()
+
+
+def _new_weights(layer: str, own: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str]:
+    """The weights of a layer if it is well-formed, but for another number of classes; none otherwise."""
+    names = [name for name in own if name.rpartition(".")[0] == layer]
+    if not all(name in weights and weights[name].dim() == own[name].dim() > 0 for name in names):
+        return []
+    rows = {len(weights[name]) for name in names}
+    alike = all(
+        weights[name].shape[1:] == own[name].shape[1:] and weights[name].dtype in FLOATS and len(own[name]) not in rows
+        for name in names
+    )
+    return names if alike and len(rows) == 1 and 0 not in rows else []
+
+
+def classes_of_weights(name: str, weights: dict[str, Tensor], file: str | Path) -> int | None:
+    """For how many classes weights have a head; None if they have none under the name that the model gives it.
+
+    Args:
+        name: What timm calls the model.
+        weights: The weights.
+        file: Where they come from, for messages.
+
+    Raises:
+        ValueError: The head is malformed.
+    """
+    found = {head: classes_of_head(weights, head, file) for head in _heads(name)}
+    numbers = {classes for classes in found.values() if classes is not None}
+    if len(numbers) > 1:
+        listed = " and ".join(f"{head} for {classes}" for head, classes in found.items())
+        raise ValueError(f"{file} has heads for different numbers of classes ({listed}): fetch or save it again")
+    return numbers.pop() if numbers else None
+
+
+def _heads(name: str) -> list[str]:
+    """What a model calls its heads; most have one."""
     made_for = get_pretrained_cfg(name)
-    head = made_for.classifier if made_for is not None else None
-    weight = weights.get(f"{head if isinstance(head, str) else head[0]}.weight") if head else None
-    return None if weight is None else weight.shape[0]
+    heads = made_for.classifier if made_for is not None else None
+    return [] if not heads else [heads] if isinstance(heads, str) else list(heads)
