@@ -340,7 +340,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_splits_that_do_not_exist_are_refused(folder: Path, tmp_path: Path) -> None:
-    for wanted in ("test", "vall", "t", "", "..", "*", "."):
+    for wanted in ("test", "vall", "t", "..", "*", "."):
         with pytest.raises(ValueError, match=rf"no split called '{re.escape(wanted)}': .*eval_split among train, val,"):
             shards(folder, training=False, eval_split=wanted)
     with pytest.raises(ValueError, match=r"no split called 'small': choose with --data\.train_split among train, val,"):
