@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -333,7 +334,10 @@ def test_recipes_of_another_form_are_refused_at_once(text, message, tmp_path, ca
     assert time.monotonic() - start < 20
 
 
-def test_a_pipe_for_a_recipe_is_refused(tmp_path, capsys):
-    os.mkfifo(tmp_path / "a.yaml")
-    _, line = refused(capsys, "train", "--config", tmp_path / "a.yaml")
-    assert "is a named pipe, not a regular file" in line
+def test_a_recipe_may_come_through_a_pipe(tmp_path):
+    pipe = tmp_path / "a.yaml"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("optimizer: {lr: 0.25}"))
+    writer.start()
+    assert cli.parse_config(["--config", str(pipe)]).optimizer.lr == 0.25
+    writer.join()

@@ -282,7 +282,8 @@ class RecipeFile(ActionConfigFile):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """See argparse.Action."""
-        if isinstance(values, str) and os.path.lexists(values):
+        # What a shell makes of <(…) can be read but once.
+        if isinstance(values, str) and os.path.isfile(values):
             try:
                 require_sections(read_yaml(values), [action.dest for action in parser._actions])
             except ValueError as error:
