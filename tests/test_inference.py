@@ -16,10 +16,10 @@ from inlinevit.layers import Block, PositionEmbedding
 from inlinevit.layers.block import compiled
 
 SHALLOW = {
-    "inline_deit_tiny": {"depth": 3},
-    "inline_pvt_tiny": {"depths": (1, 1, 1, 1)},
-    "inline_swin_tiny": {"depths": (1, 1, 2, 1)},
-    "inline_cswin_tiny": {"depths": (1, 1, 1, 1)},
+    "inline_deit_tiny": {"img_size": 64, "depth": 3, "embed_dim": 48},
+    "inline_pvt_tiny": {"img_size": 64, "depths": (1, 1, 1, 1), "embed_dims": (16, 32, 40, 64)},
+    "inline_swin_tiny": {"img_size": 64, "depths": (1, 1, 2, 1), "embed_dim": 24},
+    "inline_cswin_tiny": {"img_size": 64, "depths": (1, 1, 1, 1), "embed_dim": 16},
 }
 
 
@@ -71,8 +71,8 @@ def test_only_the_class_token_is_computed_in_the_last_block():
     for block in optimized.stages[0].blocks:
         block.register_forward_hook(lambda module, arguments, output: shapes.append(tuple(output.shape)))
     optimized(torch.randn(1, 3, 64, 64))
-    assert shapes == [(1, 17, 192), (1, 17, 192), (1, 1, 192)]
-    assert optimized.forward_features(torch.randn(1, 3, 64, 64)).shape == (1, 17, 192)
+    assert shapes == [(1, 17, 48), (1, 17, 48), (1, 1, 48)]
+    assert optimized.forward_features(torch.randn(1, 3, 64, 64)).shape == (1, 17, 48)
 
 
 def test_features():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..checks import shorten
 from ..models._weight_files import FLOATS, classes_of_head, describe, one_line, require_floats
 from .config import did_you_mean
-from .memory import require_memory_for_model
+from .memory import require_memory_for_images, require_memory_for_model
 
 # What timm takes besides the arguments of a model: the commands see to these.
 NO_OPTIONS = {
@@ -91,6 +91,8 @@ def create_model(
     # timm passes over those that are None.
     taken = dict(optional)
     given = {**options, **{argument: value for argument, value in optional.items() if argument == "img_size" and value}}
+    if side := optional.get("img_size"):
+        require_memory_for_images(1, arguments.get("in_chans", 3), side, side, "choose a smaller img_size")
     while True:
         try:
             if given:
