@@ -215,10 +215,10 @@ def test_options_override_the_recipe(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("data:\n  batch_size: 32\n  workers: 3\nmodel:\n  options: {attention: inline, depth: 3}\n")
     config = cli.parse_config(
-        ["--config", str(recipe), "--data.batch_size", "64", "--model.options.attention", "softmax"]
+        ["--config", str(recipe), "--data.batch_size", "64", "--model.kwargs.attention", "softmax"]
     )
     assert (config.data.batch_size, config.data.workers) == (64, 3)
-    assert config.model.options == {"attention": "softmax", "depth": 3}
+    assert config.model.kwargs == {"attention": "softmax", "depth": 3}
 
 
 def test_a_later_recipe_overrides_an_earlier_one(tmp_path):

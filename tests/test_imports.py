@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).resolve().parents[1] / "src" / "inlinevit"
+from tests import ROOT
+
+SRC = ROOT / "src" / "inlinevit"
 FILES = sorted(SRC.rglob("*.py"))
 FRONT_DOOR = SRC / "__init__.py"
 

@@ -3,13 +3,12 @@
 import re
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 
 import inlinevit
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = CONFIG["project"]
 PINS = (ROOT / "constraints.txt").read_text().splitlines()

@@ -4,18 +4,17 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from inlinevit import cli
+from tests import ROOT
 
-from .detection.conftest import draw_coco
-from .segmentation.conftest import draw_ade
+from .tasks.detection.conftest import draw_coco
+from .tasks.segmentation.conftest import draw_ade
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
 BLOCKS = [block for document in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL)]
@@ -30,15 +29,15 @@ def shell_lines(document):
 COMMANDS = [words for document in DOCUMENTS for words in shell_lines(document)]
 # The same commands in a few seconds: less to train on, smaller models.
 SMALLER = {
-    "recipes/embedded.yaml": "--schedule.steps 2 --schedule.warmup 0 --data.train_images 100 --data.workers 0",
+    "recipes/embedded.yaml": "--schedule.steps 2 --schedule.warmup 0 --data.max_train_samples 100 --data.workers 0",
     "recipes/inline_swin_tiny.yaml": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 "
     "--model.img_size 64",
     "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml": "--schedule.epochs 1 --schedule.warmup 0 --data.workers 0 "
-    "--model.pretrained false --model.options.depths [1,1,1,1] --model.channels 16 --model.box_channels 16 "
-    "--model.side 64 --model.longest_side 96 --augment.sides [64] --augment.longest_side 96",
+    "--model.pretrained false --model.kwargs.depths [1,1,1,1] --model.channels 16 --model.box_channels 16 "
+    "--model.side 64 --model.longest_side 96 --augment.min_sizes [64] --augment.longest_side 96",
     "recipes/segmentation/semantic_fpn_inline_pvt_tiny.yaml": "--schedule.steps 1 --data.workers 0 --data.batch_size 2 "
-    "--model.pretrained false --model.options.depths [1,1,1,1] --model.channels 64 --model.num_classes 4 "
-    "--augment.crop 64 --augment.shorter_side 64 --view.shorter_side 64",
+    "--model.pretrained false --model.kwargs.depths [1,1,1,1] --model.channels 64 --model.num_classes 4 "
+    "--augment.crop_size 64 --augment.shorter_side 64 --inference.min_size 64",
 }
 
 

@@ -16,18 +16,18 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from inlinevit import cli
-from inlinevit.analysis.command import Effort
-from inlinevit.checks import has_type, numbers_in
-from inlinevit.classification.config import AugmentConfig, DataConfig, DistillationConfig, ModelConfig
-from inlinevit.detection.config import DetectionAugmentConfig, DetectionDataConfig, DetectorConfig
-from inlinevit.segmentation.config import (
+from inlinevit.analysis.analyze import Effort
+from inlinevit.engine.config import OptimizerConfig, RunConfig, ScheduleConfig
+from inlinevit.engine.trainer import Trainer
+from inlinevit.tasks.classification.config import AugmentConfig, DataConfig, DistillationConfig, ModelConfig
+from inlinevit.tasks.detection.config import DetectionAugmentConfig, DetectionDataConfig, DetectorConfig
+from inlinevit.tasks.segmentation.config import (
+    InferenceConfig,
     SegmentationAugmentConfig,
     SegmentationDataConfig,
     SegmenterConfig,
-    ViewConfig,
 )
-from inlinevit.training.config import OptimizerConfig, RunConfig, ScheduleConfig
-from inlinevit.training.loop import Trainer
+from inlinevit.utils.validation import has_type, numbers_in
 
 CONFIGS: tuple[Any, ...] = (
     OptimizerConfig,
@@ -43,7 +43,7 @@ CONFIGS: tuple[Any, ...] = (
     SegmentationDataConfig,
     SegmentationAugmentConfig,
     SegmenterConfig,
-    ViewConfig,
+    InferenceConfig,
     Effort,
 )
 NAN, INFINITE = float("nan"), float("inf")
@@ -76,7 +76,7 @@ def test_every_field_refuses_senseless_values(config: Any, name: str) -> None:
     for value in values:
         if value == 10**30 and name in UNBOUNDED:
             continue
-        if value == {"a": {"b": 1}} and name == "options":
+        if value == {"a": {"b": 1}} and name == "kwargs":
             continue
         with pytest.raises(ValueError, match=name) as refusal:
             config(**{name: value})
@@ -100,7 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = timm.create_model("inline_deit_tiny", num_classes=2, img_size=32, **options)
     safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
     config = {
-        "model": {"name": "inline_deit_tiny", "img_size": 32, "options": options},
+        "model": {"name": "inline_deit_tiny", "img_size": 32, "kwargs": options},
         "data": {"path": str(home / "data"), "workers": 0},
     }
     (folder / "config.yaml").write_text(json.dumps(config))
@@ -138,19 +138,19 @@ def content(folder: Path) -> dict[Path, bytes | None]:
 
 TINY = "--model.img_size 28 --model.in_chans 1"
 TRAIN = [
-    ("--model.options.patch_size 0", "patch_size is 0: it should be at least 1"),
-    ("--model.options.embed_dim 0", "embed_dim is 0: it should be at least 1"),
-    ("--model.options.embed_dim 1000000000", "embed_dim is 1000000000: it should be at most 65536"),
-    ("--model.options.depth 1000000000", "depth is 1000000000: it should be at most 1000"),
-    ("--model.options.embed_dim 65532 --model.options.depth 9", "GB of memory, but"),
-    ("--model.options '{attention: 3}'", "attention is 3: it should be text"),
-    ("--model.options.attention_options '{path: x}'", "unknown path 'x'"),
-    ("--model.options.mlp_ratio .nan", "mlp_ratio is nan: it should be finite"),
-    ("--model.options.features_only true", "features_only stands in model.options"),
-    ("--model.options.device meta", "device stands in model.options"),
-    ("--model.options.pretrained_cfg '{url: x}'", "pretrained_cfg stands in model.options"),
-    ("--model.name vit_tiny_patch16_224 --model.options.embed_dim 0", "cannot be made with embed_dim 0"),
-    ("--model.name vit_tiny_patch16_224 --model.options.patch_size 0", "cannot be made with patch_size 0"),
+    ("--model.kwargs.patch_size 0", "patch_size is 0: it should be at least 1"),
+    ("--model.kwargs.embed_dim 0", "embed_dim is 0: it should be at least 1"),
+    ("--model.kwargs.embed_dim 1000000000", "embed_dim is 1000000000: it should be at most 65536"),
+    ("--model.kwargs.depth 1000000000", "depth is 1000000000: it should be at most 1000"),
+    ("--model.kwargs.embed_dim 65532 --model.kwargs.depth 9", "GB of memory, but"),
+    ("--model.kwargs '{attention: 3}'", "attention is 3: it should be text"),
+    ("--model.kwargs.attn_kwargs '{path: x}'", "unknown path 'x'"),
+    ("--model.kwargs.mlp_ratio .nan", "mlp_ratio is nan: it should be finite"),
+    ("--model.kwargs.features_only true", "features_only stands in model.kwargs"),
+    ("--model.kwargs.device meta", "device stands in model.kwargs"),
+    ("--model.kwargs.pretrained_cfg '{url: x}'", "pretrained_cfg stands in model.kwargs"),
+    ("--model.name vit_tiny_patch16_224 --model.kwargs.embed_dim 0", "cannot be made with embed_dim 0"),
+    ("--model.name vit_tiny_patch16_224 --model.kwargs.patch_size 0", "cannot be made with patch_size 0"),
     ("--model.name vit_tiny_patch16_224 --model.img_size 1", "cannot see images of 1 pixels"),
     ("--model.img_size 1000000", "model.img_size is 1000000: it should be at most 65536"),
     ("--model.img_size 65536 --data.batch_size 2", "GB of memory, but"),
@@ -183,7 +183,7 @@ TRAIN = [
     ("--optimizer.clip_grad .inf", "optimizer.clip_grad is inf: it should be finite"),
     ("--run.output ''", "run.output is empty: give it a value, or leave it out"),
     ("--run.checkpoint_minutes .inf", "run.checkpoint_minutes is inf: it should be finite"),
-    ("--run.accumulate 1000000000", "do not fill one step"),
+    ("--run.grad_accum_steps 1000000000", "do not fill one step"),
     ("--run.trackers '[\"\"]'", "run.trackers is empty"),
     ("--distillation.teacher test_vit --distillation.temperature .inf", "distillation.temperature is inf"),
 ]
@@ -268,13 +268,16 @@ COMMANDS = [
     ("detect predict RUN IMAGE --output out --threshold .nan", "threshold is nan"),
     ("detect predict RUN IMAGE --output out --device tpu9", "device 'tpu9' cannot be used here"),
     ("detect predict RUN IMAGE --output out --device meta", "device 'meta' cannot be used here"),
-    ("segment predict RUN IMAGE --output out --view.scales [.inf]", "view.scales is [inf]: it should be finite"),
-    ("segment predict RUN IMAGE --output out --view.window 0", "view.window is 0"),
+    (
+        "segment predict RUN IMAGE --output out --inference.scales [.inf]",
+        "inference.scales is [inf]: it should be finite",
+    ),
+    ("segment predict RUN IMAGE --output out --inference.window_size 0", "inference.window_size is 0"),
     ("segment predict RUN IMAGE --output ''", "--output is empty"),
-    ("segment eval RUN --view.shorter_side 10000000", "view.shorter_side is 10000000: it should be at most 65536"),
+    ("segment eval RUN --inference.min_size 10000000", "inference.min_size is 10000000: it should be at most 65536"),
     # Options that would have no effect.
     ("eval RUN --data.train_split x", "data.train_split"),
-    ("eval RUN --data.train_images 3", "data.train_images"),
+    ("eval RUN --data.max_train_samples 3", "data.max_train_samples"),
     ("eval RUN --data.path a --data.eval_path b", "data.path and data.eval_path both name the images"),
     ("eval RUN --data.root downloads", "data.root is for data whose name begins with"),
     ("analyze inline_deit_tiny --untrained --checkpoint x", "choose one of them"),
@@ -283,7 +286,10 @@ COMMANDS = [
     ("bench model --backward --modes optimized", "mode optimized is for inference"),
     ("bench layer --modes optimized", "mode optimized is for inference with classifiers, not for layer"),
     ("bench loop --run.output out", "--run.output would have no effect: leave it out"),
-    ("bench loop --run.keep 7 --run.log_every 3", "--run.keep and --run.log_every would have no effect"),
+    (
+        "bench loop --run.keep_checkpoints 7 --run.log_every 3",
+        "--run.keep_checkpoints and --run.log_every would have no effect",
+    ),
     ("reproduce --jobs 2", "jobs is given, but nothing is trained without data"),
     ("reproduce --list --steps 5", "--list trains nothing, so --steps would have no effect"),
     ("reproduce --list nothing", "there is no study called 'nothing'"),

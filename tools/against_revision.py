@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from inlinevit.benchmark.measure import MODES, Conditions, Contender, Results, Turn, draw_input, draw_weights, measure
-from inlinevit.benchmark.presentation import print_results, write_report
+from inlinevit.benchmark.measure import MODES, Candidate, Conditions, Results, Round, draw_input, draw_weights, measure
+from inlinevit.benchmark.report import print_results, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 # Models by the module that makes them.
@@ -63,10 +63,10 @@ def compare(
     with TemporaryDirectory() as folder:
         import_revision(revision, Path(folder))
         turns = [
-            Turn(
+            Round(
                 f"{MODELS[module]}, {size}², batch {batch}",
                 batch,
-                [contender(module, "inlinevit", size, batch), contender(module, BEFORE, size, batch)],
+                [candidate(module, "inlinevit", size, batch), candidate(module, BEFORE, size, batch)],
             )
             for module in modules
         ]
@@ -96,7 +96,7 @@ def import_revision(revision: str, folder: Path) -> ModuleType:
     return module
 
 
-def contender(module: str, package: str, size: int, batch: int) -> Contender:
+def candidate(module: str, package: str, size: int, batch: int) -> Candidate:
     """A model of a package, with the weights that draw_weights() gives to that of the working tree."""
     name = MODELS[module]
 
@@ -108,7 +108,7 @@ def contender(module: str, package: str, size: int, batch: int) -> Contender:
             model.load_state_dict(weights)
         return model.to(device), draw_input(batch, 3, size, size, device=device)
 
-    return Contender(name if package == "inlinevit" else f"{name}, before", size, make, kin=name)
+    return Candidate(name if package == "inlinevit" else f"{name}, before", size, make, kin=name)
 
 
 def make_model(module: str, package: str, size: int) -> nn.Module:

@@ -28,21 +28,21 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from inlinevit.classification.task import Classification
 from inlinevit.cli import main, parse_config
-from inlinevit.training.checkpoints import MANIFEST, UNFINISHED, damage
-from inlinevit.training.loop import Trainer
+from inlinevit.engine.checkpoints import MANIFEST, UNFINISHED, damage
+from inlinevit.engine.trainer import Trainer
+from inlinevit.tasks.classification.task import Classification
 
 # 4 epochs of 16 steps; an evaluation after each.
 SETTINGS = {
     "data.path": "embedded",
-    "data.train_images": "512",
+    "data.max_train_samples": "512",
     "data.batch_size": "32",
     "data.workers": "1",
     "model.name": "inline_deit_tiny",
     "model.img_size": "28",
     "model.in_chans": "1",
-    "model.options": "{patch_size: 7, embed_dim: 32, depth: 2, num_heads: 2}",
+    "model.kwargs": "{patch_size: 7, embed_dim: 32, depth: 2, num_heads: 2}",
     "schedule.epochs": "4",
     "schedule.warmup": "1",
     "run.checkpoint_steps": "3",
@@ -274,7 +274,7 @@ class Campaign:
         """A flipped bit in each file of the newest checkpoint: found, and the one before is resumed."""
         started, same, refused, failed, times = time.monotonic(), 0, 0, 0, 0
         output = self.new_run()
-        process = Process(output, {"run.keep": "3"})
+        process = Process(output, {"run.keep_checkpoints": "3"})
         # Three checkpoints or more, the newest of which has an evaluation.
         while process.running() and not (output / "checkpoints" / "step-00000032" / "evaluation.json").exists():
             time.sleep(0.001)
@@ -305,7 +305,7 @@ class Campaign:
             damaged = bytearray((checkpoint(copy) / name).read_bytes())
             damaged[self.random.randrange(len(damaged))] ^= 1 << self.random.randrange(7)
             (checkpoint(copy) / name).write_bytes(damaged)
-            process = Process(copy, {"run.keep": "3"})
+            process = Process(copy, {"run.keep_checkpoints": "3"})
             if process.wait() == 0 and contents(copy) == self.reference:
                 same += 1
             else:

@@ -8,7 +8,7 @@ What docs/performance/NAME.json holds goes between <!-- NAME --> and <!-- /NAME 
 
 from pathlib import Path
 
-from inlinevit.benchmark.presentation import draw, machine_markdown, markdown, put_between, read_results, write_svg
+from inlinevit.benchmark.report import draw, machine_markdown, markdown, put_between, read_results, write_svg
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 

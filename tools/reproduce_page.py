@@ -8,8 +8,8 @@ page is left as it is.
 import argparse
 from pathlib import Path
 
-from inlinevit.reproduce.record import read_record
-from inlinevit.reproduce.tables import rewritten
+from inlinevit.experiments.reproduce.record import read_record
+from inlinevit.experiments.reproduce.tables import rewritten
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, RECORD = DOCS / "results.md", DOCS / "reproduce" / "results.json"

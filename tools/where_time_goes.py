@@ -13,7 +13,7 @@ import timm
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from inlinevit.benchmark.presentation import put_between
+from inlinevit.benchmark.report import put_between
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 

@@ -4,9 +4,9 @@ Importing this package registers its models with timm: `timm.create_model("inlin
 """
 
 from . import layers, models, ops
-from .inference import optimize_for_inference
 from .layers import InLineAttention
 from .models import load_checkpoint
+from .models.inference import optimize_for_inference
 
 __version__ = "0.1.0"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 
 from . import __version__
-from .files import read_yaml
+from .utils.files import read_yaml
 
 try:
     from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
@@ -26,11 +26,11 @@ except ImportError as error:
     raise SystemExit(f"{error}: the command line needs pip install 'inlinevit[cli]'") from error
 
 if TYPE_CHECKING:
-    from .classification.config import ClassificationConfig
-    from .detection.config import DetectionConfig
-    from .segmentation.config import SegmentationConfig
-    from .training.config import TrainConfig
-    from .training.task import Task
+    from .engine.config import TrainConfig
+    from .engine.task import Task
+    from .tasks.classification.config import ClassificationConfig
+    from .tasks.detection.config import DetectionConfig
+    from .tasks.segmentation.config import SegmentationConfig
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -55,8 +55,8 @@ UNUSED_BY_LOOP = (
     "resume",
     "checkpoint_minutes",
     "checkpoint_steps",
-    "keep",
-    "evaluate_every",
+    "keep_checkpoints",
+    "eval_every",
     "log_every",
     "trackers",
 )
@@ -156,7 +156,7 @@ def complain(error: Exception, options: list[str]) -> int:
     if isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", message):
         return say("error: another process has ended before this one: see what that one says", 1)
     # Imported by those commands that train, and only they can end so.
-    loop: Any = sys.modules.get("inlinevit.training.loop")
+    loop: Any = sys.modules.get("inlinevit.engine.trainer")
     if loop is not None and isinstance(error, loop.Stopped):
         return say(message, 128 + error.signal_number)
     if loop is not None and isinstance(error, loop.RunEnded):
@@ -173,7 +173,7 @@ def say(message: str, code: int) -> int:
 
 def hint(message: str, options: list[str]) -> str:
     """What the user could have meant, for a message of the parser's."""
-    from .training.config import did_you_mean
+    from .utils.validation import did_you_mean
 
     if missing := re.search(r"File does not exist: '(.*?)'", message):
         folder = Path(missing[1]).parent
@@ -263,7 +263,7 @@ def classifiers_listed() -> Listed:
 
 def detectors_listed() -> Listed:
     """Detectors by backbone, each InLine one above its softmax counterpart."""
-    from .detection.cost import DETECTOR_CATALOG, HEADINGS, cells
+    from .tasks.detection.cost import DETECTOR_CATALOG, HEADINGS, cells
 
     caption = "Millions of parameters and GMACs of whole detectors: 80 categories, one image of 1280×800"
     return Listed(DETECTOR_CATALOG, HEADINGS, cells, caption)
@@ -271,7 +271,7 @@ def detectors_listed() -> Listed:
 
 def segmenters_listed() -> Listed:
     """Models that label pixels by backbone, each InLine one above its softmax counterpart."""
-    from .segmentation.cost import HEADINGS, SEGMENTER_CATALOG, cells
+    from .tasks.segmentation.cost import HEADINGS, SEGMENTER_CATALOG, cells
 
     caption = "Millions of parameters and GMACs of whole models: 150 classes, one image of 2048×512"
     return Listed(SEGMENTER_CATALOG, HEADINGS, cells, caption)
@@ -328,7 +328,7 @@ def to_config(settings: Namespace, kind: type[AnyConfig]) -> AnyConfig:
 
 def run_training(task: "Task", config: "TrainConfig") -> None:
     """Train to the end, and tell what came out."""
-    from .training.loop import Trainer
+    from .engine.trainer import Trainer
 
     trainer = Trainer(task, config)
     metrics = trainer.run()
@@ -340,14 +340,14 @@ def run_training(task: "Task", config: "TrainConfig") -> None:
 
 def train_parser() -> ArgumentParser:
     """The arguments of `inlinevit train`: a recipe, and the fields of ClassificationConfig."""
-    from .classification.config import ClassificationConfig
+    from .tasks.classification.config import ClassificationConfig
 
     return recipe_parser("train", "Train a classifier.", ClassificationConfig, "recipes/inline_swin_tiny.yaml")
 
 
 def parse_config(arguments: Sequence[str]) -> "ClassificationConfig":
     """The configuration that `inlinevit train` would use."""
-    from .classification.config import ClassificationConfig
+    from .tasks.classification.config import ClassificationConfig
 
     parser = train_parser()
     return to_config(parser.instantiate(parser.parse_args(list(arguments))), ClassificationConfig)
@@ -355,8 +355,8 @@ def parse_config(arguments: Sequence[str]) -> "ClassificationConfig":
 
 def train(settings: Namespace) -> None:
     """Train a classifier."""
-    from .classification.config import ClassificationConfig
-    from .classification.task import Classification
+    from .tasks.classification.config import ClassificationConfig
+    from .tasks.classification.task import Classification
 
     config = to_config(settings, ClassificationConfig)
     run_training(Classification(config), config)
@@ -364,7 +364,7 @@ def train(settings: Namespace) -> None:
 
 def eval_parser() -> ArgumentParser:
     """The arguments of `inlinevit eval`: those of evaluate_command."""
-    from .classification.evaluate import evaluate_command
+    from .tasks.classification.evaluate import evaluate_command
 
     parser = new_parser("eval", "Evaluate a classifier.")
     parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
@@ -374,14 +374,14 @@ def eval_parser() -> ArgumentParser:
 
 def evaluate(settings: Namespace) -> None:
     """Evaluate a classifier."""
-    from .classification.evaluate import evaluate_command
+    from .tasks.classification.evaluate import evaluate_command
 
     evaluate_command(**vars(settings))
 
 
 def predict_parser() -> ArgumentParser:
     """The arguments of `inlinevit predict`: those of predict_command."""
-    from .classification.predict import predict_command
+    from .tasks.classification.predict import predict_command
 
     parser = new_parser("predict", "Tell the classes of images.")
     parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
@@ -392,7 +392,7 @@ def predict_parser() -> ArgumentParser:
 
 def predict(settings: Namespace) -> int:
     """Tell the classes of images."""
-    from .classification.predict import predict_command
+    from .tasks.classification.predict import predict_command
 
     return predict_command(**vars(settings))
 
@@ -421,10 +421,10 @@ class DenseTask(NamedTuple):
 
 def detection() -> DenseTask:
     """What `inlinevit detect` consists of."""
-    from .detection.config import DetectionConfig
-    from .detection.evaluate import evaluate_command
-    from .detection.predict import predict_command
-    from .detection.task import Detection
+    from .tasks.detection.config import DetectionConfig
+    from .tasks.detection.evaluate import evaluate_command
+    from .tasks.detection.predict import predict_command
+    from .tasks.detection.task import Detection
 
     about = "Find objects in images, with boxes and masks."
     recipe = "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml"
@@ -433,10 +433,10 @@ def detection() -> DenseTask:
 
 def segmentation() -> DenseTask:
     """What `inlinevit segment` consists of."""
-    from .segmentation.config import SegmentationConfig
-    from .segmentation.evaluate import evaluate_command
-    from .segmentation.predict import predict_command
-    from .segmentation.task import Segmentation
+    from .tasks.segmentation.config import SegmentationConfig
+    from .tasks.segmentation.evaluate import evaluate_command
+    from .tasks.segmentation.predict import predict_command
+    from .tasks.segmentation.task import Segmentation
 
     about = "Tell the class of each pixel."
     recipe = "recipes/segmentation/semantic_fpn_inline_pvt_tiny.yaml"
@@ -509,7 +509,7 @@ def run_dense(task: DenseTask, settings: Namespace) -> int | None:
 
 def demo_parser() -> ArgumentParser:
     """The arguments of `inlinevit demo`: those of its function."""
-    from .demo import demo
+    from .experiments.demo import demo
 
     parser = new_parser("demo", "Train softmax, linear and InLine attention side by side, and write a report.")
     parser.add_function_arguments(demo)
@@ -518,14 +518,14 @@ def demo_parser() -> ArgumentParser:
 
 def run_demo(settings: Namespace) -> None:
     """Run the demo."""
-    from .demo import demo
+    from .experiments.demo import demo
 
     demo(**vars(settings))
 
 
 def analyze_parser() -> ArgumentParser:
     """The arguments of `inlinevit analyze`: those of analyze_command."""
-    from .analysis.command import analyze_command
+    from .analysis.analyze import analyze_command
 
     parser = new_parser("analyze", "Look inside models: confusion, locality, masking and maps of their attention.")
     parser.add_argument("models", nargs="+", type=str, help="folders of training runs, or names of models")
@@ -540,7 +540,7 @@ def analyze_parser() -> ArgumentParser:
 
 def analyze(settings: Namespace) -> None:
     """Look inside models."""
-    from .analysis.command import analyze_command
+    from .analysis.analyze import analyze_command
 
     analyze_command(**vars(settings))
 
@@ -599,7 +599,7 @@ def bench_study_parser(name: str) -> ArgumentParser:
 
 def bench_loop_parser() -> ArgumentParser:
     """The arguments of `inlinevit bench loop`."""
-    from .classification.config import ClassificationConfig
+    from .tasks.classification.config import ClassificationConfig
 
     parser = new_parser("bench loop", "Measure the training loop with the model and the data of a recipe.")
     parser.add_argument("--config", action=RecipeFile, help="a recipe, such as recipes/embedded.yaml")
@@ -611,10 +611,10 @@ def bench_loop_parser() -> ArgumentParser:
 
 def bench(settings: Namespace) -> None:
     """Measure speed and memory."""
-    from .benchmark.presentation import print_results, write_report
+    from .benchmark.report import print_results, write_report
     from .benchmark.studies import run_bench
-    from .training.config import require
-    from .training.outputs import check_output_folder
+    from .engine.outputs import check_output_folder
+    from .utils.validation import require
 
     options = vars(settings[settings.what])
     if settings.what == "loop":
@@ -632,9 +632,9 @@ def bench(settings: Namespace) -> None:
 
 def bench_loop(settings: Namespace) -> None:
     """Measure the training loop."""
-    from .benchmark.loop import measure_loop
-    from .classification.config import ClassificationConfig
-    from .training.config import require
+    from .benchmark.train_loop import measure_loop
+    from .tasks.classification.config import ClassificationConfig
+    from .utils.validation import require
 
     config = to_config(settings, ClassificationConfig)
     # What a recipe says of them is passed over; an option would have no effect.
@@ -657,7 +657,7 @@ def bench_loop(settings: Namespace) -> None:
 
 def reproduce_parser() -> ArgumentParser:
     """The arguments of `inlinevit reproduce`: those of its function."""
-    from .reproduce import reproduce
+    from .experiments.reproduce import reproduce
 
     parser = new_parser("reproduce", "Train the paper's ablations on CIFAR-10, and tell what holds of its claims.")
     parser.add_argument("studies", nargs="*", type=str, metavar="STUDY", default=[], help="names; all by default")
@@ -668,8 +668,8 @@ def reproduce_parser() -> ArgumentParser:
 
 def run_reproduce(settings: Namespace) -> int:
     """Train what is missing of the paper's ablations."""
-    from .reproduce import describe_studies, reproduce
-    from .training.config import require
+    from .experiments.reproduce import describe_studies, reproduce
+    from .utils.validation import require
 
     options = vars(settings)
     if options.pop("list"):

@@ -1,15 +1,15 @@
 """The paper's first figure: our numbers are the printed ones."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from inlinevit.analysis import figure1 as room
 from inlinevit.analysis.figure1 import ATTENTIONS, draw_figure1, figure1, figure1_cases
+from tests import GOLDEN
 
-PRINTED = json.loads((Path(__file__).parents[1] / "data" / "figure1.json").read_text())
+PRINTED = json.loads((GOLDEN / "figure1.json").read_text())
 
 
 def test_coordinates_are_those_of_the_data():

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from inlinevit.analysis import Layer, measure_masking, run_hidden, watch
+from inlinevit.analysis import Layer, measure_masking, run_masked, watch
 from inlinevit.analysis.masking import hide_at_random, hide_near
 from inlinevit.layers import ATTENTIONS
 
@@ -96,7 +96,7 @@ def test_in_windows_neighbours_within_them_are_hidden():
     assert not near[:, layer.places[-1] < 0][-1].any()
     # The middle of a window of 3 × 3 sees nothing that is left, and still has an answer.
     assert near[0, 4].all()
-    assert run_hidden(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), hide_near(3)).isfinite().all()
+    assert run_masked(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), hide_near(3)).isfinite().all()
 
 
 def test_accuracy_is_that_of_the_answers():
@@ -113,7 +113,7 @@ def test_accuracy_is_that_of_the_answers():
         answers = model(images)
     assert found.images == 6
     assert found.top1 == pytest.approx(100 * float((answers.argmax(dim=1) == labels).double().mean()))
-    hidden = run_hidden(model, images, hide_near(7))
+    hidden = run_masked(model, images, hide_near(7))
     assert found.masked[2].loss == pytest.approx(float(torch.nn.functional.cross_entropy(hidden, labels)), rel=1e-6)
     assert found.masked[2].top1 == pytest.approx(100 * float((hidden.argmax(dim=1) == labels).double().mean()))
     again = measure_masking(model, [(images[:4], labels[:4]), (images[4:], labels[4:])], sides=(3, 7))

@@ -7,16 +7,16 @@ from torch import nn
 
 from inlinevit.benchmark import machine
 from inlinevit.benchmark import measure as room
-from inlinevit.benchmark.contenders import OnGrid, layer_turns, model_turns
+from inlinevit.benchmark.candidates import OnGrid, layer_rounds, model_rounds
 from inlinevit.benchmark.measure import (
     MODES,
     TOLERANCE,
+    Candidate,
     Conditions,
-    Contender,
     Limits,
     Measurement,
     Rival,
-    Turn,
+    Round,
     best_modes,
     draw_input,
     draw_weights,
@@ -45,12 +45,12 @@ def linear_contender(name, factor=1.0, kin="", width=4):
             layer.weight *= factor
         return layer, draw_input(3, width, device=device)
 
-    return Contender(name, width, make, kin)
+    return Candidate(name, width, make, kin)
 
 
 def test_all_contenders_are_measured_in_all_modes(monkeypatch):
     monkeypatch.setitem(MODES, "other", lambda module: module)
-    turns = [Turn("first", 3, [linear_contender("a"), linear_contender("b", 2.0)]), Turn("last", 3, [])]
+    turns = [Round("first", 3, [linear_contender("a"), linear_contender("b", 2.0)]), Round("last", 3, [])]
     results = measure("test", turns, ["eager", "other"], QUICK, colour="red")
     assert [(one.turn, one.name, one.mode) for one in results.measurements] == [
         ("first", "a", "eager"),
@@ -77,17 +77,17 @@ def test_threads_are_pinned_and_given_back():
             return super().forward(x)
 
     before = torch.get_num_threads()
-    contender = Contender("a", 4, lambda device: (Watch(4, 4), draw_input(3, 4, device=device)))
-    measure("test", [Turn("t", 3, [contender])], ["eager"], Conditions(threads=before + 1, rounds=2))
+    candidate = Candidate("a", 4, lambda device: (Watch(4, 4), draw_input(3, 4, device=device)))
+    measure("test", [Round("t", 3, [candidate])], ["eager"], Conditions(threads=before + 1, rounds=2))
     assert set(seen) == {before + 1}
     assert torch.get_num_threads() == before
 
 
 def test_kin_that_answer_alike_are_accepted_and_others_refused():
-    measure("test", [Turn("t", 3, [linear_contender("a", kin="k"), linear_contender("b", kin="k")])], ["eager"], QUICK)
+    measure("test", [Round("t", 3, [linear_contender("a", kin="k"), linear_contender("b", kin="k")])], ["eager"], QUICK)
     wrong = linear_contender("b", 1 + 10 * TOLERANCE, kin="k")
     with pytest.raises(ValueError, match=r"a \(eager\) and b \(eager\) should answer alike, but differ by 0\.00"):
-        measure("test", [Turn("t", 3, [linear_contender("a", kin="k"), wrong])], ["eager"], QUICK)
+        measure("test", [Round("t", 3, [linear_contender("a", kin="k"), wrong])], ["eager"], QUICK)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 2.0])
@@ -102,7 +102,7 @@ def test_a_mode_with_other_answers_is_refused(monkeypatch, wrong):
 
     monkeypatch.setitem(MODES, "wrong", Wrong)
     with pytest.raises(ValueError, match=r"a \(eager\) and a \(wrong\) should answer alike"):
-        measure("test", [Turn("t", 3, [linear_contender("a")])], ["eager", "wrong"], QUICK)
+        measure("test", [Round("t", 3, [linear_contender("a")])], ["eager", "wrong"], QUICK)
 
 
 def test_wrong_gradients_are_refused(monkeypatch):
@@ -116,14 +116,14 @@ def test_wrong_gradients_are_refused(monkeypatch):
             return 2 * out - out.detach()
 
     monkeypatch.setitem(MODES, "wrong", WrongGradient)
-    turns = [Turn("t", 3, [linear_contender("a")])]
+    turns = [Round("t", 3, [linear_contender("a")])]
     measure("test", turns, ["eager", "wrong"], QUICK)
     with pytest.raises(ValueError, match="should answer alike"):
         measure("test", turns, ["eager", "wrong"], Conditions(threads=1, rounds=2, backward=True))
 
 
 def test_a_broken_path_is_refused(monkeypatch):
-    turns = layer_turns(tokens=[16], dim=8, heads=2, batch=2)
+    turns = layer_rounds(tokens=[16], dim=8, heads=2, batch=2)
     measure("layer", turns, ["eager"], QUICK)
     right = InLineAttention.attend_folded
     monkeypatch.setattr(
@@ -139,36 +139,36 @@ def test_a_path_that_does_not_apply_is_left_out_with_a_note():
         layer.path = "folded"
         return OnGrid(layer, 3), draw_input(1, 9, 8, device=device)
 
-    forced = Contender("forced", 9, refuse, is_optional=True)
-    results = measure("test", [Turn("t", 1, [linear_contender("a"), forced])], ["eager"], QUICK)
+    forced = Candidate("forced", 9, refuse, is_optional=True)
+    results = measure("test", [Round("t", 1, [linear_contender("a"), forced])], ["eager"], QUICK)
     assert [one.name for one in results.measurements] == ["a"]
     (note,) = results.notes
     assert note.startswith("t: forced is left out: path 'folded' is not possible here")
     with pytest.raises(ValueError, match="not possible"):
-        measure("test", [Turn("t", 1, [Contender("forced", 9, refuse)])], ["eager"], QUICK)
+        measure("test", [Round("t", 1, [Candidate("forced", 9, refuse)])], ["eager"], QUICK)
 
 
 def test_what_takes_too_long_or_too_much_memory_is_left_out(monkeypatch):
     limits = Limits(Conditions(longest_call=2.0), rate=100.0)
-    contender = linear_contender("a")
-    assert limits.exceeded(contender, 90, 90) == ""
-    assert limits.exceeded(contender, 110, 110) == "a call would take about 2.2 s, and 2 s are allowed"
-    assert "4.0 times the work" in limits.exceeded(contender, 10, 40)
+    candidate = linear_contender("a")
+    assert limits.exceeded(candidate, 90, 90) == ""
+    assert limits.exceeded(candidate, 110, 110) == "a call would take about 2.2 s, and 2 s are allowed"
+    assert "4.0 times the work" in limits.exceeded(candidate, 10, 40)
     monkeypatch.setattr(room, "free_memory", lambda device: 10e9)
-    limits.learn(Rival(contender, "eager", lambda: None, 10, 10), int(1e9))
-    assert limits.exceeded(contender, 60, 60) == ""
-    assert limits.exceeded(contender, 80, 80) == "a call would need about 8 GB of memory, and 7 GB are free for it"
+    limits.learn(Rival(candidate, "eager", lambda: None, 10, 10), int(1e9))
+    assert limits.exceeded(candidate, 60, 60) == ""
+    assert limits.exceeded(candidate, 80, 80) == "a call would need about 8 GB of memory, and 7 GB are free for it"
     assert limits.exceeded(linear_contender("b"), 80, 80) == ""
 
 
 def test_if_all_is_left_out_the_reason_is_told():
-    turns = model_turns([TINY], [32], [1])
+    turns = model_rounds([TINY], [32], [1])
     with pytest.raises(ValueError, match=r"nothing could be measured: 32², batch 1: inline_deit.* would take about"):
         measure("model", turns, ["eager"], Conditions(longest_call=0.0))
 
 
 def test_backward_counts_three_passes_and_no_optimized_mode():
-    turns = model_turns([TINY], [32], [1])
+    turns = model_rounds([TINY], [32], [1])
     forward = measure("model", turns, ["eager"], QUICK).measurements
     both = measure("model", turns, ["eager", "optimized"], Conditions(threads=1, rounds=2, backward=True)).measurements
     assert [one.mode for one in both] == ["eager"]
@@ -177,19 +177,19 @@ def test_backward_counts_three_passes_and_no_optimized_mode():
 
 
 def test_stochastic_depth_and_dropout_are_off():
-    turns = model_turns([f"{TINY},drop_path_rate=0.5,proj_drop_rate=0.5,drop_rate=0.5"], [32], [2])
+    turns = model_rounds([f"{TINY},drop_path_rate=0.5,proj_drop_rate=0.5,drop_rate=0.5"], [32], [2])
     measure("model", turns, ["eager", "eager"], Conditions(threads=1, rounds=2, backward=True))
 
 
 def test_optimized_is_for_our_models():
-    turns = model_turns([TINY, "resnet18"], [32], [1])
+    turns = model_rounds([TINY, "resnet18"], [32], [1])
     results = measure("model", turns, ["eager", "optimized"], QUICK)
     names = [(one.name.partition(":")[0], one.mode) for one in results.measurements]
     assert names == [("inline_deit_tiny", "eager"), ("inline_deit_tiny", "optimized"), ("resnet18", "eager")]
 
 
 def test_compiled_models_answer_alike_and_have_a_memory():
-    results = measure("test", [Turn("t", 3, [linear_contender("a", width=64)])], ["eager", "compiled"], QUICK)
+    results = measure("test", [Round("t", 3, [linear_contender("a", width=64)])], ["eager", "compiled"], QUICK)
     assert [one.mode for one in results.measurements] == ["eager", "compiled"]
     assert [one.memory for one in results.measurements] == [3 * 64 * 4] * 2
 

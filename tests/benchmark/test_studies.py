@@ -27,7 +27,7 @@ def test_defaults_make_turns(what):
         assert set(own) == set(inspect.signature(bench.make_turns).parameters)
         turns = bench.make_turns(**own)
         assert len({turn.title for turn in turns}) == len(turns)
-        assert all(turn.contenders for turn in turns)
+        assert all(turn.candidates for turn in turns)
         assert set(options["modes"]) <= set(MODES)
     assert set(bench.quick) <= set(bench.options) <= set(OPTIONS_HELP)
 
@@ -43,8 +43,8 @@ def test_every_published_inline_model_is_in_a_family():
 
 
 def test_models_are_compared_at_the_size_of_their_accuracy():
-    turns = studies.accuracy_turns(["deit"], [1])
-    sizes = {contender.name: contender.size for turn in turns for contender in turn.contenders}
+    turns = studies.accuracy_rounds(["deit"], [1])
+    sizes = {candidate.name: candidate.size for turn in turns for candidate in turn.candidates}
     expected = {
         "inline_deit_tiny": 224,
         "deit_tiny_patch16_224": 224,
@@ -55,8 +55,8 @@ def test_models_are_compared_at_the_size_of_their_accuracy():
 
 
 def test_the_window_study_has_one_turn_for_all():
-    (turn,) = studies.window_turns([14, 7], [1])
-    assert [contender.name for contender in turn.contenders] == [
+    (turn,) = studies.window_rounds([14, 7], [1])
+    assert [candidate.name for candidate in turn.candidates] == [
         "inline_swin_tiny:window_size=14",
         "inline_swin_tiny:window_size=7",
         "swin_tiny_patch4_window7_224:window_size=14",

@@ -6,25 +6,25 @@ import pytest
 import torch
 
 from inlinevit.benchmark import timing
-from inlinevit.benchmark.timing import FEWEST_ROUNDS, quartiles, take_turns
+from inlinevit.benchmark.timing import FEWEST_ROUNDS, interleave, quartiles
 
 
 def test_rivals_take_turns_and_warm_up_does_not_count():
     calls = []
-    times = take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=2)
+    times = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=2)
     assert calls == ["a", "b"] * 5
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3}
     assert all(second >= 0 for seconds in times.values() for second in seconds)
 
 
 def test_patience_ends_the_rounds_but_a_few_are_always_made():
-    times = take_turns({"a": lambda: None, "b": lambda: None}, rounds=50, patience=0.0)
+    times = interleave({"a": lambda: None, "b": lambda: None}, rounds=50, patience=0.0)
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": FEWEST_ROUNDS, "b": FEWEST_ROUNDS}
 
 
 def test_short_calls_are_rehearsed():
     calls = []
-    times = take_turns({"a": lambda: calls.append("a")}, rounds=2, warmup=1, rehearse_below=9.0)
+    times = interleave({"a": lambda: calls.append("a")}, rounds=2, warmup=1, rehearse_below=9.0)
     assert calls == ["a"] * 5
     assert len(times["a"]) == 2
 
@@ -44,7 +44,7 @@ def test_on_a_gpu_its_events_are_the_clock(monkeypatch):
     fake = SimpleNamespace(Event=Event, synchronize=lambda: calls.append("wait"))
     monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
     device = torch.device("cuda")
-    times = take_turns({"a": lambda: calls.append("a")}, rounds=1, warmup=0, device=device)
+    times = interleave({"a": lambda: calls.append("a")}, rounds=1, warmup=0, device=device)
     assert times == {"a": [0.25]}
     assert calls == ["wait", "event", "a", "event", "wait"]
 

@@ -5,16 +5,14 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from inlinevit import cli
 from inlinevit.benchmark.measure import Measurement, Results
-from inlinevit.benchmark.presentation import write_report
+from inlinevit.benchmark.report import write_report
 from inlinevit.benchmark.timing import Quartiles
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 
 def load_tool(name):

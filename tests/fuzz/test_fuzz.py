@@ -7,16 +7,14 @@ import time
 from pathlib import Path
 from random import Random
 
+import fuzz
 import pytest
+from fuzzing import contract
+from fuzzing.contract import ACCEPTED, REFUSED, Outcome, Watch, judge
+from fuzzing.mutate import change_bytes, change_tree, write_nested
+from fuzzing.targets import TARGETS, dangerous_pickle, tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import fuzz  # noqa: E402
-from fuzzing import contract  # noqa: E402
-from fuzzing.contract import ACCEPTED, REFUSED, Outcome, Watch, judge  # noqa: E402
-from fuzzing.mutate import change_bytes, change_tree, write_nested  # noqa: E402
-from fuzzing.targets import TARGETS, dangerous_pickle, tiny_model  # noqa: E402
+from tests import ROOT
 
 CORPUS = Path(__file__).parent / "corpus"
 # Inputs of a short run: some hundred, as many as a few seconds allow.

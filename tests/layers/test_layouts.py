@@ -9,12 +9,12 @@ from inlinevit.layers import CrossStripes, SquareWindows, WholeMap
 from inlinevit.layers.layouts import (
     Windows,
     covers_map,
-    cut_windows,
-    merge_windows,
     padded_size,
     shift_mask,
     take_share,
     window_mask,
+    window_partition,
+    window_reverse,
 )
 
 CPU = torch.device("cpu")
@@ -33,13 +33,13 @@ all_layouts = given(layout=layouts, size=sizes)
 def test_cut_puts_every_token_in_its_place_and_merge_puts_it_back(slots, layout, size):
     x = torch.arange(1.0, 1 + 2 * size[0] * size[1] * 3).view(2, -1, 3)
     for windows in layout(size):
-        cut = cut_windows(x, windows)
+        cut = window_partition(x, windows)
         places = slots(windows)
         assert cut.shape == (2 * len(places), windows.height * windows.width, 3)
         index = torch.tensor([[-1 if slot.token is None else slot.token for slot in window] for window in places])
         expected = x[:, index.clamp(min=0)] * (index >= 0)[:, :, None]
         assert torch.equal(cut, expected.flatten(0, 1))
-        assert torch.equal(merge_windows(cut, windows), x)
+        assert torch.equal(window_reverse(cut, windows), x)
 
 
 @PROPERTY
@@ -90,8 +90,8 @@ def test_covering_windows_do_not_touch_the_tokens():
     for layout in (WholeMap(), SquareWindows(4, shifted=True), CrossStripes(4)):
         (windows,) = layout((3, 4))
         assert windows == Windows(3, 4, 3, 4, 0, 0, 0, 1)
-        assert torch.equal(cut_windows(x, windows), x)
-        assert torch.equal(merge_windows(x, windows), x)
+        assert torch.equal(window_partition(x, windows), x)
+        assert torch.equal(window_reverse(x, windows), x)
 
 
 def test_cross_stripes_halves():
@@ -124,9 +124,9 @@ def test_cross_stripes_run_through_the_map(stripe, size):
 def test_dtype_is_kept(dtype):
     (windows,) = SquareWindows(4, shifted=True)((5, 6))
     x = torch.rand(2, 30, 3).to(dtype)
-    cut = cut_windows(x, windows)
+    cut = window_partition(x, windows)
     assert cut.dtype == dtype
-    assert torch.equal(merge_windows(cut, windows), x)
+    assert torch.equal(window_reverse(cut, windows), x)
 
 
 def test_windows_of_no_size_are_refused():

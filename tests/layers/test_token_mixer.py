@@ -24,7 +24,7 @@ from inlinevit.layers import (
     TokenMixer,
     WholeMap,
 )
-from inlinevit.layers.layouts import merge_windows
+from inlinevit.layers.layouts import window_reverse
 from inlinevit.layers.token_mixer import window_means
 from inlinevit.ops.weights import EXPLICIT_FORMS
 
@@ -128,7 +128,7 @@ def attend_by_rows(mixer, x, size, context, piece: int) -> torch.Tensor:
                 weight = kernels.view(len(maps), 1, side, side)
                 added = F.conv2d(maps, weight, share.bias, padding=side // 2, groups=len(maps))
                 out[window, prefix:] += added.flatten(1).T
-        answers.append(merge_windows(out, share.windows))
+        answers.append(window_reverse(out, share.windows))
     return torch.cat(answers, dim=-1)
 
 

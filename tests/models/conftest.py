@@ -5,7 +5,6 @@ import json
 import math
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+from tests import GOLDEN
+
+DATA = GOLDEN
 
 
 @pytest.fixture(scope="session")

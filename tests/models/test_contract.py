@@ -134,7 +134,7 @@ def test_reset_classifier_and_pooling(name):
             model.reset_classifier(3, "median")
 
 
-AFFINE = {"attention_options": {"feature_map": "relu_affine"}}
+AFFINE = {"attn_kwargs": {"feature_map": "relu_affine"}}
 
 
 @pytest.mark.parametrize(
@@ -295,4 +295,4 @@ def test_wrong_images_are_refused(name):
 def test_importing_registers_all_models():
     for name in ("deit", "pvt", "swin", "cswin"):
         assert f"inline_{name}_tiny" in timm.list_models(module=f"inline_{name}")
-    assert "hydra_deit_tiny" in timm.list_models(module="rival_deit")
+    assert "hydra_deit_tiny" in timm.list_models(module="baseline_deit")

@@ -1,15 +1,14 @@
 """Our models answer what the reference implementation answers, through the real loader."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import timm
 import torch
 
 import inlinevit
+from tests import GOLDEN
 
-LOGITS = np.load(Path(__file__).parents[1] / "data" / "logits.npz")
+LOGITS = np.load(GOLDEN / "logits.npz")
 
 
 @pytest.mark.parametrize("name", LOGITS.files)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from inlinevit import ops
 from inlinevit.ops.weights import EXPLICIT_FORMS
+from tests import GOLDEN
 
 MAPPED = ("linear", "inline")
 CASES = [(kind, phi) for kind in EXPLICIT_FORMS for phi in (ops.FEATURE_MAPS if kind in MAPPED else (None,))]
@@ -20,7 +20,7 @@ SIZES = [(1, 1), (2, 2), (7, 7), (49, 49), (197, 197), (1, 9), (5, 8)]
 MORE_QUERIES = [(kind, phi) for kind, phi in CASES if kind != "angular"]
 MASK = torch.tensor([[True, False, True, True, False, False, True], [False, True, True, False, True, True, False]])
 PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
-FIGURE = json.loads((Path(__file__).parents[1] / "data" / "figure1.json").read_text())
+FIGURE = json.loads((GOLDEN / "figure1.json").read_text())
 
 cases = pytest.mark.parametrize(("kind", "phi"), CASES)
 

@@ -27,14 +27,14 @@ from pycocotools import mask as coco_masks
 from torch import Tensor
 
 from inlinevit import cli
-from inlinevit.classification.data import LabelledImages
-from inlinevit.classification.inputs import InputSpec, evaluation_transform
-from inlinevit.classification.predict import FileSource
-from inlinevit.detection.coco import CocoSource
+from inlinevit.engine import checkpoints
+from inlinevit.engine.checkpoints import CheckpointFolder, Progress
 from inlinevit.models import InLineDeiT, load_checkpoint
-from inlinevit.segmentation.labels import read_labels
-from inlinevit.training import checkpoints
-from inlinevit.training.checkpoints import CheckpointFolder, Progress
+from inlinevit.tasks.classification.dataset import LabelledImages
+from inlinevit.tasks.classification.predict import FileSource
+from inlinevit.tasks.classification.transforms import InputSpec, evaluation_transform
+from inlinevit.tasks.detection.coco import CocoSource
+from inlinevit.tasks.segmentation.labels import read_labels
 
 from . import NAMES
 from .mutate import change_bytes, change_tree, write_nested

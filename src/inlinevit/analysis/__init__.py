@@ -1,7 +1,7 @@
 """Why it works: confusion, locality, masking and maps of attention. Functions that return data; drawings apart."""
 
 from .confusion import Confusion, LayerConfusion, measure_confusion
-from .inside import run_hidden, watch
+from .hooks import run_masked, watch
 from .layer import Convolution, Layer
 from .locality import LayerLocality, measure_locality
 from .maps import AttentionMap, attention_maps
@@ -20,6 +20,6 @@ __all__ = [
     "measure_confusion",
     "measure_locality",
     "measure_masking",
-    "run_hidden",
+    "run_masked",
     "watch",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .inside import watch
+from .hooks import watch
 from .layer import Layer
 
 # How near rows must be to count as the same, and how far queries apart to count as different; relative to their length.

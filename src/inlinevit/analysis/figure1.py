@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from ..engine.outputs import check_output_folder
 from ..ops import apply_feature_map, attention_weights
 from ..report import STYLES, save_drawing
-from ..training.files import make_folder, replace_json
-from ..training.outputs import check_output_folder
+from ..utils.atomic import atomic_write_json, make_output_dir
 
 ATTENTIONS = ("softmax", "linear", "inline")
 # Four keys and twice four queries of width 2, fitted to the scores that the paper prints: the authors' own coordinates
@@ -165,7 +165,7 @@ def figure1(output: str = "runs/figure1") -> None:
         output: Folder for figure1.png, figure1.svg and figure1.json.
     """
     folder = check_output_folder(output, ("figure1.png", "figure1.svg", "figure1.json"))
-    make_folder(folder)
+    make_output_dir(folder)
     cases = figure1_cases()
     table = Table("query", *(STYLES[attention].name for attention in ATTENTIONS), title="What keys 1 to 4 count")
     for case in cases:
@@ -183,5 +183,5 @@ def figure1(output: str = "runs/figure1") -> None:
         }
         for case in cases
     }
-    replace_json(folder / "figure1.json", content)
+    atomic_write_json(folder / "figure1.json", content)
     print(f"the figure is {folder / 'figure1.png'}")

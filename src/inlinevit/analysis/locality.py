@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from .inside import watch
+from .hooks import watch
 from .layer import Layer
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .inside import run_hidden
+from .hooks import run_masked
 from .layer import Layer, See
 
 
@@ -82,7 +82,7 @@ def measure_masking(
         with torch.no_grad():
             whole.add(model(images), labels)
         for see, score in ways.values():
-            score.add(run_hidden(model, images, see), labels)
+            score.add(run_masked(model, images, see), labels)
     if count == 0:
         raise ValueError("there are no images to measure accuracy on")
     masked = [

@@ -1,4 +1,4 @@
-"""Detectors as contenders: from images to objects, each with as many regions as the others."""
+"""Detectors as candidates: from images to objects, each with as many regions as the others."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
-from ..detection.config import DetectorConfig
-from ..detection.cost import BOXES, CATEGORIES, MASKS, Kind, detector_cost, stages_of
-from ..detection.model import PyramidRCNN, build_detector
-from ..training.config import did_you_mean, require
-from ..training.memory import require_memory_for_images
-from .contenders import check_side, parse_model
-from .measure import SEED, Contender, Turn, draw_input
+from ..tasks.detection.config import DetectorConfig
+from ..tasks.detection.cost import BOXES, CATEGORIES, MASKS, Kind, detector_cost, stages_of
+from ..tasks.detection.model import PyramidRCNN, build_detector
+from ..utils.memory import require_memory_for_images
+from ..utils.validation import did_you_mean, require
+from .candidates import check_side, parse_model
+from .measure import SEED, Candidate, Round, draw_input
 
 # Objects of an image that is trained on.
 OBJECTS = 8
@@ -79,7 +79,7 @@ def count_flops(module: nn.Module, x: Tensor) -> float:
     return 2e9 * len(x) * detector_cost(detector, (x.shape[2], x.shape[3]), boxes=regions[0], masks=regions[1])[1]
 
 
-def detector_turns(backbones: Sequence[str], detectors: Sequence[str], height: int, width: int) -> list[Turn]:
+def detector_rounds(backbones: Sequence[str], detectors: Sequence[str], height: int, width: int) -> list[Round]:
     """Detectors on several backbones against each other, on one image.
 
     Args:
@@ -95,10 +95,15 @@ def detector_turns(backbones: Sequence[str], detectors: Sequence[str], height: i
         remedy = did_you_mean(kind, get_args(Kind)) or f"choose among {', '.join(get_args(Kind))}"
         require(kind in get_args(Kind), f"there is no detector {kind!r}: {remedy}")
 
-    def contender(kind: Kind, text: str) -> Contender:
+    def candidate(kind: Kind, text: str) -> Candidate:
         backbone, options = parse_model(text)
         config = DetectorConfig(
-            kind=kind, backbone=backbone, options=options, drop_path=0.0, score_threshold=0.0, detections=MASKS
+            arch=kind,
+            backbone=backbone,
+            kwargs=options,
+            drop_path_rate=0.0,
+            box_score_thresh=0.0,
+            box_detections_per_img=MASKS,
         )
 
         def make(device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -108,9 +113,9 @@ def detector_turns(backbones: Sequence[str], detectors: Sequence[str], height: i
                 detector = build_detector(config, CATEGORIES)
             return SteadyDetector(detector, (height, width)).to(device), draw_input(1, 3, height, width, device=device)
 
-        return Contender(text, height, make, width=width, count=count_flops)
+        return Candidate(text, height, make, width=width, count=count_flops)
 
     return [
-        Turn(f"{kind}, {height}×{width}", 1, [contender(cast(Kind, kind), text) for text in backbones])
+        Round(f"{kind}, {height}×{width}", 1, [candidate(cast(Kind, kind), text) for text in backbones])
         for kind in detectors
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..training.memory import available_memory
+from ..utils.memory import available_memory
 
 # Side of the square matrices whose product tells what the machine can do.
 GEMM_SIDE = 1024

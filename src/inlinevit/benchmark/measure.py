@@ -1,4 +1,4 @@
-"""Measure contenders against each other: those that should answer alike are compared first, then all take turns."""
+"""Measure candidates against each other: those that should answer alike are compared first, then all take turns."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from .. import optimize_for_inference
-from ..checks import Range, check_value
+from ..engine.config import MOST_STEPS, MOST_WORKERS
 from ..layers import InLineAttention
 from ..models._backbone import Backbone
 from ..models.catalog import count_macs
 from ..models.catalog import measure as count_for_catalog
-from ..training.config import MOST_STEPS, MOST_WORKERS, require
+from ..utils.validation import Range, check_value, require
 from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
 from .memory import peak_memory
-from .timing import Quartiles, quartiles, take_turns
+from .timing import Quartiles, interleave, quartiles
 
 # Largest difference between answers that should be alike, relative to the largest value.
 TOLERANCE = 1e-4
@@ -71,7 +71,7 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """A module to measure.
 
     Attributes:
@@ -94,27 +94,27 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Round:
     """Contenders that take turns.
 
     Attributes:
         title: What they have in common.
         batch: Images of a call.
-        contenders: The first is the one that the others are compared with.
+        candidates: The first is the one that the others are compared with.
     """
 
     title: str
     batch: int
-    contenders: Sequence[Contender]
+    candidates: Sequence[Candidate]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came out for a contender in a mode.
+    """What came out for a candidate in a mode.
 
     Attributes:
         turn: Title of its turn.
-        name: The contender's.
+        name: The candidate's.
         mode: One of MODES.
         size: Side of its images, or their height, or its tokens.
         batch: Images of a call.
@@ -156,17 +156,17 @@ class Measurement:
 
 @dataclass
 class Rival:
-    """A contender in a mode, ready to be called.
+    """A candidate in a mode, ready to be called.
 
     Attributes:
-        contender: The contender.
+        candidate: The candidate.
         mode: One of MODES.
         step: A call.
         flops: See Measurement.
         work: Floating-point operations by the path that it takes itself.
     """
 
-    contender: Contender
+    candidate: Candidate
     mode: str
     step: Callable[[], object]
     flops: float
@@ -175,7 +175,7 @@ class Rival:
     @property
     def title(self) -> str:
         """For messages."""
-        return f"{self.contender.name} ({self.mode})"
+        return f"{self.candidate.name} ({self.mode})"
 
 
 @dataclass
@@ -219,8 +219,10 @@ MODES: dict[str, Callable[[nn.Module], nn.Module | None]] = {
 }
 
 
-def measure(what: str, turns: Sequence[Turn], modes: Sequence[str], conditions: Conditions, **settings: Any) -> Results:
-    """Measure all contenders of all turns in all modes that they have.
+def measure(
+    what: str, turns: Sequence[Round], modes: Sequence[str], conditions: Conditions, **settings: Any
+) -> Results:
+    """Measure all candidates of all turns in all modes that they have.
 
     Args:
         what: Which benchmark it is.
@@ -247,7 +249,7 @@ def measure(what: str, turns: Sequence[Turn], modes: Sequence[str], conditions: 
             bar.update(task, description=text, refresh=True)
 
         for turn in turns:
-            measurements += measure_turn(turn, modes, conditions, limits, notes, tell)
+            measurements += measure_round(turn, modes, conditions, limits, notes, tell)
             bar.advance(task)
     if not measurements:
         reason = "; ".join(notes) or f"none of the candidates can be run in the modes {', '.join(modes)}"
@@ -256,17 +258,17 @@ def measure(what: str, turns: Sequence[Turn], modes: Sequence[str], conditions: 
     return Results(what, {**settings, "modes": list(modes), **vars(conditions)}, machine, measurements, notes)
 
 
-def measure_turn(
-    turn: Turn,
+def measure_round(
+    turn: Round,
     modes: Sequence[str],
     conditions: Conditions,
     limits: "Limits",
     notes: list[str],
     tell: Callable[[str], None],
 ) -> list[Measurement]:
-    """Measure the contenders of a turn; see make_rivals()."""
+    """Measure the candidates of a turn; see make_baselines()."""
     torch.compiler.reset()
-    rivals = make_rivals(turn, modes, conditions, limits, notes, tell)
+    rivals = make_baselines(turn, modes, conditions, limits, notes, tell)
     tell(f"{turn.title}: timing")
     measurements = time_rivals(turn, rivals, conditions)
     for rival, one in zip(rivals, measurements, strict=True):
@@ -274,15 +276,15 @@ def measure_turn(
     return measurements
 
 
-def make_rivals(
-    turn: Turn,
+def make_baselines(
+    turn: Round,
     modes: Sequence[str],
     conditions: Conditions,
     limits: "Limits",
     notes: list[str],
     tell: Callable[[str], None],
 ) -> list[Rival]:
-    """Make the contenders of a turn, leave out those that cannot be measured, and see that kin answer alike.
+    """Make the candidates of a turn, leave out those that cannot be measured, and see that kin answer alike.
 
     Args:
         turn: The turn.
@@ -295,32 +297,32 @@ def make_rivals(
     device = torch.device(conditions.device)
     rivals: list[Rival] = []
     answers: dict[str, tuple[Rival, list[Tensor]]] = {}
-    for contender in turn.contenders:
-        tell(f"{turn.title}: {contender.name}")
-        module, x = contender.make(device)
+    for candidate in turn.candidates:
+        tell(f"{turn.title}: {candidate.name}")
+        module, x = candidate.make(device)
         without_chance(module).train(conditions.backward)
         passes = 3 if conditions.backward else 1
-        count = contender.count or count_flops
+        count = candidate.count or count_flops
         try:
             flops, work = passes * nominal_flops(module, x, count), passes * count(module, x)
-            reason = limits.exceeded(contender, flops, work)
+            reason = limits.exceeded(candidate, flops, work)
         except ValueError as error:
-            if not contender.is_optional:
+            if not candidate.is_optional:
                 raise
             reason = str(error)
         if reason:
-            notes.append(f"{turn.title}: {contender.name} is left out: {reason}")
+            notes.append(f"{turn.title}: {candidate.name} is left out: {reason}")
             continue
         for mode in modes:
-            tell(f"{turn.title}: {contender.name}, {mode}")
+            tell(f"{turn.title}: {candidate.name}, {mode}")
             if mode == "optimized" and conditions.backward:
                 continue
             runner = MODES[mode](module)
             if runner is None:
                 continue
-            rival = Rival(contender, mode, make_step(runner, x, conditions.backward), flops, work)
+            rival = Rival(candidate, mode, make_step(runner, x, conditions.backward), flops, work)
             answer = answer_of(rival, module)
-            first, expected = answers.setdefault(contender.kin or contender.name, (rival, answer))
+            first, expected = answers.setdefault(candidate.kin or candidate.name, (rival, answer))
             check_agreement(first, expected, rival, answer)
             rivals.append(rival)
     return rivals
@@ -352,7 +354,7 @@ def answer_of(rival: Rival, module: nn.Module) -> list[Tensor]:
         if rival.mode != "compiled":
             raise
         sentence = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{rival.contender.name} cannot be compiled here ({sentence}): leave that mode out") from error
+        raise ValueError(f"{rival.candidate.name} cannot be compiled here ({sentence}): leave that mode out") from error
     gradients = [one.grad.flatten() for one in module.parameters() if one.grad is not None]
     return [*outputs, torch.cat(gradients).clone()] if gradients else outputs
 
@@ -370,12 +372,12 @@ def check_agreement(first: Rival, expected: Sequence[Tensor], second: Rival, ans
             )
 
 
-def time_rivals(turn: Turn, rivals: Sequence[Rival], conditions: Conditions) -> list[Measurement]:
+def time_rivals(turn: Round, rivals: Sequence[Rival], conditions: Conditions) -> list[Measurement]:
     """Memory of each rival, then times in turns."""
     device = torch.device(conditions.device)
     memory = [peak_memory(rival.step, device) for rival in rivals]
     steps: dict[str, Callable[[], object]] = {str(place): rival.step for place, rival in enumerate(rivals)}
-    times = take_turns(
+    times = interleave(
         {**steps, "gemm": gemm(device)},
         rounds=conditions.rounds,
         warmup=1,
@@ -387,16 +389,16 @@ def time_rivals(turn: Turn, rivals: Sequence[Rival], conditions: Conditions) -> 
     return [
         Measurement(
             turn=turn.title,
-            name=rival.contender.name,
+            name=rival.candidate.name,
             mode=rival.mode,
-            size=rival.contender.size,
+            size=rival.candidate.size,
             batch=turn.batch,
             seconds=quartiles(times[str(place)]),
             rounds=len(times[str(place)]),
             flops=rival.flops,
             memory=memory[place],
             gemm_rate=fastest,
-            width=rival.contender.width,
+            width=rival.candidate.width,
         )
         for place, rival in enumerate(rivals)
     ]
@@ -418,14 +420,14 @@ class Limits:
 
     def learn(self, rival: Rival, memory: int) -> None:
         """Memory that a rival has taken, in bytes: a larger one is expected to take more in proportion to its work."""
-        name = rival.contender.name
+        name = rival.candidate.name
         self.bytes_per_flop[name] = max(memory / max(rival.work, 1), self.bytes_per_flop.get(name, 0))
 
-    def exceeded(self, contender: Contender, flops: float, work: float) -> str:
-        """Why a contender cannot be measured; "" if it can. See Rival."""
+    def exceeded(self, candidate: Candidate, flops: float, work: float) -> str:
+        """Why a candidate cannot be measured; "" if it can. See Rival."""
         if work > MOST_WORK * flops:
             return f"it does {work / flops:.1f} times the work"
-        seconds, memory = work / self.rate, work * self.bytes_per_flop.get(contender.name, 0)
+        seconds, memory = work / self.rate, work * self.bytes_per_flop.get(candidate.name, 0)
         if seconds > self.longest_call:
             return f"a call would take about {seconds:.1f} s, and {self.longest_call:g} s are allowed"
         free = MEMORY_SHARE * free_memory(self.device)
@@ -435,7 +437,7 @@ class Limits:
 
 
 def nominal_flops(module: nn.Module, x: Tensor, count: Count | None = None) -> float:
-    """Floating-point operations of a call by REFERENCE_PATH, whichever attention takes; see Contender.count."""
+    """Floating-point operations of a call by REFERENCE_PATH, whichever attention takes; see Candidate.count."""
     module = deepcopy(module)
     for layer in module.modules():
         if isinstance(layer, InLineAttention):
@@ -484,7 +486,7 @@ def draw_input(*shape: int, device: torch.device) -> Tensor:
 
 
 def best_modes(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """The fastest mode of each contender in each turn, in order."""
+    """The fastest mode of each candidate in each turn, in order."""
     best: dict[tuple[str, str], Measurement] = {}
     for one in measurements:
         key = (one.turn, one.name)

@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import MOST_PIXELS, Range, check_value
 from ..models.catalog import CATALOG
-from ..training.config import did_you_mean, require
-from .contenders import layer_turns, model_contender, model_turns
-from .detectors import detector_turns
-from .measure import MODES, Conditions, Contender, Results, Turn, measure
+from ..utils.validation import MOST_PIXELS, Range, check_value, did_you_mean, require
+from .candidates import layer_rounds, model_candidate, model_rounds
+from .detectors import detector_rounds
+from .measure import MODES, Candidate, Conditions, Results, Round, measure
 
 INLINE_DEIT, SOFTMAX_DEIT = "inline_deit_tiny", "deit_tiny_patch16_224"
 INLINE_SWIN, SOFTMAX_SWIN = "inline_swin_tiny", "swin_tiny_patch4_window7_224"
@@ -50,40 +49,40 @@ def published_top1(model: str) -> float:
     return top1
 
 
-def accuracy_turns(families: Sequence[str], batches: Sequence[int]) -> list[Turn]:
+def accuracy_rounds(families: Sequence[str], batches: Sequence[int]) -> list[Round]:
     """Each InLine model and its softmax counterpart, at the input size that their accuracy was published for."""
     for family in families:
         remedy = did_you_mean(family, FAMILIES) or f"choose among {', '.join(FAMILIES)}"
         require(family in FAMILIES, f"there is no family {family!r}: {remedy}")
 
-    def contenders(pair: tuple[str, str | None], batch: int) -> list[Contender]:
+    def candidates(pair: tuple[str, str | None], batch: int) -> list[Candidate]:
         sizes = {model: CATALOG[model].input_size if model in CATALOG else 224 for model in pair if model}
-        return [model_contender(model, size, batch) for model, size in sizes.items()]
+        return [model_candidate(model, size, batch) for model, size in sizes.items()]
 
     return [
-        Turn(f"{pair[0]}, batch {batch}", batch, contenders(pair, batch))
+        Round(f"{pair[0]}, batch {batch}", batch, candidates(pair, batch))
         for batch in batches
         for family in families
         for pair in FAMILIES[family]
     ]
 
 
-def window_turns(windows: Sequence[int], batches: Sequence[int]) -> list[Turn]:
+def window_rounds(windows: Sequence[int], batches: Sequence[int]) -> list[Round]:
     """Swin-T at 224² with windows of several sizes, InLine and softmax, all in one turn."""
     for window in windows:
         check_value("window", window, int, Range(1, MOST_PIXELS))
     models = [f"{model}:window_size={window}" for model in (INLINE_SWIN, SOFTMAX_SWIN) for window in windows]
-    return model_turns(models, [224], batches)
+    return model_rounds(models, [224], batches)
 
 
-def resolution_turns(sizes: Sequence[int], batches: Sequence[int]) -> list[Turn]:
+def resolution_rounds(sizes: Sequence[int], batches: Sequence[int]) -> list[Round]:
     """DeiT-T, InLine and softmax."""
-    return model_turns([INLINE_DEIT, SOFTMAX_DEIT], sizes, batches)
+    return model_rounds([INLINE_DEIT, SOFTMAX_DEIT], sizes, batches)
 
 
-def scaling_turns(sizes: Sequence[int], batches: Sequence[int]) -> list[Turn]:
+def scaling_rounds(sizes: Sequence[int], batches: Sequence[int]) -> list[Round]:
     """DeiT-T: InLine, linear and softmax attention."""
-    return model_turns([INLINE_DEIT, f"{INLINE_DEIT}:attention=linear", SOFTMAX_DEIT], sizes, batches)
+    return model_rounds([INLINE_DEIT, f"{INLINE_DEIT}:attention=linear", SOFTMAX_DEIT], sizes, batches)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Bench:
     """
 
     help: str
-    make_turns: Callable[..., list[Turn]]
+    make_turns: Callable[..., list[Round]]
     options: dict[str, Any]
     quick: dict[str, Any] = field(default_factory=dict)
     longest_call: float = 30.0
@@ -111,7 +110,7 @@ WITHOUT_OPTIMIZED = ("layer", "detection")
 BENCHES = {
     "layer": Bench(
         "an attention layer: InLine by each of its paths, linear, softmax, against the projections alone",
-        layer_turns,
+        layer_rounds,
         {
             "tokens": [49, 196, 576, 1600, 4096, 16384],
             "dim": 192,
@@ -123,31 +122,31 @@ BENCHES = {
     ),
     "model": Bench(
         "any of timm's models against each other",
-        model_turns,
+        model_rounds,
         {"models": [INLINE_DEIT, SOFTMAX_DEIT], "sizes": [224, 384], "batches": [1, 8], "modes": ALL_MODES},
         {"sizes": [224], "batches": [1, 8], "modes": ["eager"]},
     ),
     "accuracy": Bench(
         "published accuracy against measured time, for all families",
-        accuracy_turns,
+        accuracy_rounds,
         {"families": list(FAMILIES), "batches": [1], "modes": ALL_MODES},
         {"families": ["deit", "pvt"], "modes": ["eager"]},
     ),
     "window": Bench(
         "Swin-T at 224² with windows of several sizes",
-        window_turns,
+        window_rounds,
         {"windows": [56, 28, 14, 7], "batches": [1], "modes": ALL_MODES},
         {"windows": [56, 7], "modes": ["eager"]},
     ),
     "resolution": Bench(
         "DeiT-T at several resolutions",
-        resolution_turns,
+        resolution_rounds,
         {"sizes": [224, 384, 640, 1024], "batches": [1, 8], "modes": ALL_MODES},
         {"sizes": [224, 384, 640], "batches": [1], "modes": ["eager"]},
     ),
     "scaling": Bench(
         "how time and memory of DeiT-T grow with the number of tokens",
-        scaling_turns,
+        scaling_rounds,
         {
             "sizes": [224, 320, 448, 640, 1024, 1440, 2048],
             "batches": [1],
@@ -159,7 +158,7 @@ BENCHES = {
     # softmax PVT has 67,200 tokens, and takes its time.
     "detection": Bench(
         "whole detectors on one image, from pixels to objects",
-        detector_turns,
+        detector_rounds,
         {
             "backbones": ["inline_pvt_tiny", "pvt_tiny", "pvt_tiny:sr_ratios=[1,1,1,1]"],
             "detectors": ["mask_rcnn"],
@@ -205,7 +204,7 @@ def run_bench(
     Args:
         what: Its name.
         threads: Threads of torch; None = as many as it takes by itself.
-        rounds: How often each contender has its turn, at most; None = 50, or 10 if quick.
+        rounds: How often each candidate has its turn, at most; None = 50, or 10 if quick.
         device: "cpu" or "cuda".
         backward: Measure forward and backward instead of forward alone.
         quick: Fewer of all, in a minute.

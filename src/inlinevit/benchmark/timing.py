@@ -27,7 +27,7 @@ def quartiles(times: Sequence[float]) -> Quartiles:
     return Quartiles(*quantiles(times, n=4, method="inclusive"))
 
 
-def take_turns(
+def interleave(
     rivals: Mapping[str, Callable[[], object]],
     *,
     rounds: int,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops._common import needs_gradient
 from .local_mlp import LocalMlp
-from .token_mixer import is_watched
+from .token_mixer import has_hooks
 
 # Numbers of the widest intermediate tensor that stay in a CPU's cache, and in memory that is used again at once.
 PIECE = 2**20
@@ -117,7 +117,7 @@ class Block(nn.Module):
             and not (self.training or torch.compiler.is_compiling() or torch.jit.is_tracing())
             and x.shape[0] * x.shape[1] * self.hidden_dim > PIECE
             and not needs_gradient(x, *self.parameters())
-            and not is_watched(self)
+            and not has_hooks(self)
         )
 
     @torch.jit.ignore

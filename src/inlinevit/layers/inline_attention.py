@@ -13,7 +13,7 @@ from ..ops.paths import PATHS, Case, choose_path
 from .feature_map import FeatureMap
 from .layouts import Windows, covers_map
 from .local_residual import LocalResidual
-from .token_mixer import TokenMixer, is_watched, padding_mask, window_means
+from .token_mixer import TokenMixer, has_hooks, padding_mask, window_means
 
 __all__ = ["PATHS", "InLineAttention"]
 
@@ -92,7 +92,7 @@ class InLineAttention(TokenMixer):
             feature_map=self.feature_map.name,
             masked=False,
             # Only a linear layer whose weights are all that it is can be folded, not one that was replaced or hooked.
-            projected=type(self.qkv) is not nn.Linear or is_watched(self.qkv) or not one_window,
+            projected=type(self.qkv) is not nn.Linear or has_hooks(self.qkv) or not one_window,
             dtype=torch.get_autocast_dtype(device) if autocast else x.dtype,
             device=device,
         )

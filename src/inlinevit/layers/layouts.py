@@ -96,7 +96,7 @@ def padded_size(windows: Windows) -> tuple[int, int]:
     return rows * windows.height, columns * windows.width
 
 
-def cut_windows(x: Tensor, windows: Windows) -> Tensor:
+def window_partition(x: Tensor, windows: Windows) -> Tensor:
     """Tokens (batch, H·W, channels) to windows (batch · windows, tokens of a window, channels)."""
     if covers_map(windows):
         return x
@@ -111,8 +111,8 @@ def cut_windows(x: Tensor, windows: Windows) -> Tensor:
     return x.transpose(2, 3).reshape(-1, windows.height * windows.width, channels)
 
 
-def merge_windows(x: Tensor, windows: Windows) -> Tensor:
-    """The inverse of cut_windows; padding is dropped."""
+def window_reverse(x: Tensor, windows: Windows) -> Tensor:
+    """The inverse of window_partition; padding is dropped."""
     if covers_map(windows):
         return x
     channels = x.shape[2]
@@ -131,7 +131,7 @@ def window_mask(windows: Windows, device: torch.device) -> Tensor | None:
     if height == windows.map_height and width == windows.map_width:
         return None
     real = torch.ones(1, windows.map_height * windows.map_width, 1, device=device)
-    return cut_windows(real, windows).squeeze(-1) > 0
+    return window_partition(real, windows).squeeze(-1) > 0
 
 
 def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
@@ -146,7 +146,7 @@ def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
     rows = (torch.arange(height, device=device) >= height - windows.shift_up).int()
     columns = (torch.arange(width, device=device) >= width - windows.shift_left).int()
     side = (2 * rows[:, None] + columns[None, :]).reshape(1, height * width, 1)
-    side = cut_windows(side, Windows(height, width, windows.height, windows.width, 0, 0, 0, 1)).squeeze(-1)
+    side = window_partition(side, Windows(height, width, windows.height, windows.width, 0, 0, 0, 1)).squeeze(-1)
     return side[:, :, None] == side[:, None, :]
 
 

@@ -14,10 +14,10 @@ from .layouts import (
     WholeMap,
     Windows,
     covers_map,
-    cut_windows,
-    merge_windows,
     take_share,
     window_mask,
+    window_partition,
+    window_reverse,
 )
 
 
@@ -57,7 +57,7 @@ class TokenMixer(nn.Module):
         num_prefix_tokens: Tokens before the map (class tokens). By default as many as there are beyond H·W.
     """
 
-    # Options of a kind of its own that models pass on (their `attention_options`).
+    # Options of a kind of its own that models pass on (their `attn_kwargs`).
     own_options: ClassVar[tuple[str, ...]] = ()
     # Whether the MLPs of its blocks have a convolution.
     wants_local_mlp: ClassVar[bool] = False
@@ -212,13 +212,13 @@ class TokenMixer(nn.Module):
         out = self.mix(q, k, v, windows).transpose(1, 2).reshape(-1, q.shape[2], channels)
         context = context[:, :, windows.share * channels : (windows.share + 1) * channels]
         out = self.add_neighbours(out, qkv[:, :, 2 * channels :], self.local_kernels(context, windows), windows)
-        return merge_windows(out, windows)
+        return window_reverse(out, windows)
 
     def cut_share(self, qkv: Tensor, windows: Windows) -> Tensor:
         """The heads of one share: (batch, tokens, 3, all heads, width) to (batch · windows, tokens, 3 · channels)."""
         heads = self.num_heads // windows.shares
         qkv = qkv[:, :, :, windows.share * heads : (windows.share + 1) * heads]
-        return cut_windows(qkv.flatten(2), windows)
+        return window_partition(qkv.flatten(2), windows)
 
     @torch.jit.unused
     def shares(self, x: Tensor, size: tuple[int, int], context: Tensor) -> list[Share]:
@@ -291,7 +291,7 @@ def window_means(x: Tensor, windows: Windows) -> Tensor:
         return x.mean(dim=1)
     # Padding is zero, so a window's mean over all places is too small by the share of real ones. No sum is formed: it
     # might leave the range of float16.
-    means = cut_windows(x, windows).mean(dim=1)
+    means = window_partition(x, windows).mean(dim=1)
     mask = window_mask(windows, x.device)
     if mask is None:
         return means
@@ -305,7 +305,7 @@ def padding_mask(q: Tensor, windows: Windows) -> Tensor | None:
     return None if mask is None else mask.repeat(q.shape[0] // mask.shape[0], 1)
 
 
-def is_watched(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether someone has put hooks on the module or on one within: then all of it must be called, and as a whole."""
     return any(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks

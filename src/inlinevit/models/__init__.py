@@ -1,6 +1,6 @@
 """The models. Importing this registers them with timm."""
 
-from . import rival_deit
+from . import baseline_deit as baseline_deit
 from ._backbone import Backbone
 from ._checkpoint import load_checkpoint
 from ._stage import attention_by_stage
@@ -16,6 +16,6 @@ __all__ = [
     "InLinePVT",
     "InLineSwin",
     "attention_by_stage",
+    "baseline_deit",
     "load_checkpoint",
-    "rival_deit",
 ]

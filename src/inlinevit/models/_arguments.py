@@ -6,7 +6,7 @@ from functools import wraps
 from math import inf
 from typing import Any, TypeVar
 
-from ..checks import MOST_CLASSES, MOST_PIXELS, Range, check_value
+from ..utils.validation import MOST_CLASSES, MOST_PIXELS, Range, check_value
 
 Init = TypeVar("Init", bound=Callable[..., None])
 

@@ -9,8 +9,8 @@ from timm.layers import calculate_drop_path_rates, to_2tuple, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
-from ..checks import check_value
 from ..layers import ATTENTIONS, Block, PositionEmbedding, SquareWindows, TokenMixer, WholeMap
+from ..utils.validation import check_value
 from ._arguments import MOST_CHANNELS
 
 # A stage's attention: a word for all its blocks, or words for its first blocks, of which the last word goes on.
@@ -144,11 +144,11 @@ def check_attention_options(given: Mapping[str, Any], words: Sequence[Sequence[s
     for name, value in given.items():
         for kind in kinds_named:
             if name in kind.own_options:
-                check_value(f"{name} in attention_options", value, typing.get_type_hints(kind.__init__)[name])
+                check_value(f"{name} in attn_kwargs", value, typing.get_type_hints(kind.__init__)[name])
         if name not in known:
             kinds = " and ".join(sorted({word for stage in words for word in stage}))
             choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out"
-            raise ValueError(f"{kinds} attention has no option {name!r} in attention_options: {choice}")
+            raise ValueError(f"{kinds} attention has no option {name!r} in attn_kwargs: {choice}")
 
 
 def make_stages(
@@ -158,7 +158,7 @@ def make_stages(
     dims: Sequence[int],
     depths: Sequence[int],
     attention: str | Sequence[StageAttention],
-    attention_options: Mapping[str, Any] | None,
+    attn_kwargs: Mapping[str, Any] | None,
     mlp_ratios: Sequence[float],
     proj_drop_rate: float,
     drop_path_rate: float,
@@ -178,7 +178,7 @@ def make_stages(
         dims: Channels of each stage.
         depths: Blocks of each stage.
         attention: See attention_by_stage.
-        attention_options: Options of the attentions' own; each gets those that it has.
+        attn_kwargs: Options of the attentions' own; each gets those that it has.
         mlp_ratios: Width of the MLPs of each stage, in channels.
         proj_drop_rate: Dropout in MLPs.
         drop_path_rate: Stochastic depth of the last block; it grows from 0 in the first.
@@ -194,7 +194,7 @@ def make_stages(
                 f"stage {stage} would have {dim} channels, but {MOST_CHANNELS} are the most: choose fewer channels for "
                 "the first stage, or fewer stages"
             )
-    given = {} if attention_options is None else dict(attention_options)
+    given = {} if attn_kwargs is None else dict(attn_kwargs)
     check_attention_options(given, words)
 
     def own_options(kind: type[TokenMixer]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..checks import shorten
-from ..files import NotRegularFileError, open_regular
+from ..utils.files import NotRegularFileError, open_regular
+from ..utils.validation import shorten
 from ._torch_files import CONFIG_CLASS, Damaged, ForbiddenName, TensorRecord, TorchFile, UnusualTensor
 
 # Where checkpoints keep their weights: averaged ones first, then plain ones.

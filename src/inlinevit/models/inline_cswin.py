@@ -31,7 +31,7 @@ class InLineCSWin(Backbone):
         mlp_ratio: Width of the MLPs, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all stages, or an entry a stage (see attention_by_stage).
-        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
+        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Width of the stripes of attention that is not softmax; None = the whole map.
         split_sizes: Width of the softmax stripes of each stage; by default 1, 2, and the last stage's map at img_size
             (at least 7) twice. The last stage sees its whole map.
@@ -67,7 +67,7 @@ class InLineCSWin(Backbone):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
-        attention_options: Mapping[str, Any] | None = None,
+        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         split_sizes: Sequence[int] | None = None,
         drop_rate: float = 0.0,
@@ -103,7 +103,7 @@ class InLineCSWin(Backbone):
             dims=dims,
             depths=depths,
             attention=attention,
-            attention_options=attention_options,
+            attn_kwargs=attn_kwargs,
             mlp_ratios=[mlp_ratio] * len(depths),
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

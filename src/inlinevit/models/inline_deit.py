@@ -31,7 +31,7 @@ class InLineDeiT(Backbone):
         mlp_ratio: Width of the MLPs, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all blocks, or words for the first blocks, of which the last goes on.
-        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
+        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Side of the windows of attention that is not softmax; None = the whole map.
         class_token: Whether there is a class token; windows need a model without one.
         drop_rate: Dropout before the head.
@@ -64,7 +64,7 @@ class InLineDeiT(Backbone):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         attention: StageAttention = "inline",
-        attention_options: Mapping[str, Any] | None = None,
+        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         class_token: bool = True,
         drop_rate: float = 0.0,
@@ -102,7 +102,7 @@ class InLineDeiT(Backbone):
             dims=[embed_dim],
             depths=[depth],
             attention=[attention],
-            attention_options=attention_options,
+            attn_kwargs=attn_kwargs,
             mlp_ratios=[mlp_ratio],
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

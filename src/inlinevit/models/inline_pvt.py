@@ -33,7 +33,7 @@ class InLinePVT(Backbone):
         mlp_ratios: Width of the MLPs of each stage, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all stages, or an entry a stage (see attention_by_stage).
-        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
+        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Side of the windows of attention that is not softmax; None = the whole map. A stage with a class
             token always sees its whole map.
         sr_ratios: How much each stage reduces the map of keys and values. By default 8-4-2-1 where attention is
@@ -70,7 +70,7 @@ class InLinePVT(Backbone):
         mlp_ratios: Sequence[float] = (8.0, 8.0, 4.0, 4.0),
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
-        attention_options: Mapping[str, Any] | None = None,
+        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         sr_ratios: Sequence[int] | None = None,
         class_token: bool = False,
@@ -118,7 +118,7 @@ class InLinePVT(Backbone):
             dims=embed_dims,
             depths=depths,
             attention=attention,
-            attention_options=attention_options,
+            attn_kwargs=attn_kwargs,
             mlp_ratios=mlp_ratios,
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

@@ -30,7 +30,7 @@ class InLineSwin(Backbone):
         mlp_ratio: Width of the MLPs, in channels.
         qkv_bias: Whether q, k and v have a bias.
         attention: A word for all stages, or an entry a stage (see attention_by_stage).
-        attention_options: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
+        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Side of the windows of attention that is not softmax; None = the whole map.
         softmax_window_size: Side of the softmax windows. By default max(7, W // 8), W being window_size or, where
             that is the whole map, the first stage's map at img_size.
@@ -61,7 +61,7 @@ class InLineSwin(Backbone):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
-        attention_options: Mapping[str, Any] | None = None,
+        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         softmax_window_size: int | None = None,
         drop_rate: float = 0.0,
@@ -97,7 +97,7 @@ class InLineSwin(Backbone):
             dims=dims,
             depths=depths,
             attention=attention,
-            attention_options=attention_options,
+            attn_kwargs=attn_kwargs,
             mlp_ratios=[mlp_ratio] * len(depths),
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,

@@ -6,7 +6,7 @@ kind of content is a subclass of `Block` with its own piece of template.
 
 from .blocks import Block, ImageGrid, Picture, Table, Text, Tile
 from .document import Report, Section, environment
-from .figures import (
+from .plots import (
     STYLES,
     Panel,
     Series,

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from .figures import svg_bytes
+from .plots import svg_bytes
 
 # Everything that is put into a template is escaped, whatever it comes from.
 TEMPLATES = Environment(

@@ -14,9 +14,9 @@ import timm
 import torch
 
 from .. import __version__
-from ..training.files import replace_bytes
+from ..utils.atomic import atomic_write_bytes
 from .blocks import TEMPLATES, Block, Picture
-from .figures import save_drawing
+from .plots import save_drawing
 
 
 @dataclass
@@ -66,8 +66,10 @@ class Report:
         content = {"title": self.title, **facts, "sections": {section.key: section.data for section in self.sections}}
         page = TEMPLATES.get_template("page.html.jinja").render(report=self, facts=facts)
         path = Path(folder) / f"{name}.html"
-        replace_bytes(path.with_name(f"{name}.json"), (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
-        replace_bytes(path, page.encode())
+        atomic_write_bytes(
+            path.with_name(f"{name}.json"), (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
+        )
+        atomic_write_bytes(path, page.encode())
         return path
 
     def save_drawings(self, folder: str | Path) -> None:

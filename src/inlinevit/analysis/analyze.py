@@ -1,0 +1,328 @@
+"""`inlinevit analyze`: looking inside models on some images, and a report on what was found."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import track
+from timm.models import get_pretrained_cfg
+from torch import Tensor, nn
+
+from ..benchmark.candidates import parse_model
+from ..engine.config import MOST_IMAGES
+from ..engine.outputs import check_output_folder
+from ..layers import ATTENTIONS, TokenMixer
+from ..report import STYLES, Block, Report, Section, Table, Text
+from ..tasks.classification.config import ClassificationDataOptions, DataConfig, ModelConfig
+from ..tasks.classification.dataset import UnreadableCounter, make_eval_loader
+from ..tasks.classification.evaluate import (
+    check_batch_memory,
+    drop_unreadable,
+    evaluation_data,
+    match_classes,
+    places_of,
+)
+from ..tasks.classification.model import build_model
+from ..tasks.classification.predictor import ClassificationPredictor, check_name_or_run, load_classifier, run_config
+from ..tasks.classification.shards import ShardSource
+from ..tasks.classification.sources import ImageSource, SubsetSource, open_part
+from ..tasks.classification.transforms import InputSpec, evaluation_transform, input_spec
+from ..utils.atomic import make_output_dir
+from ..utils.validation import check_fields, require
+from .confusion import DELTA, EPSILON, measure_confusion
+from .locality import measure_locality
+from .maps import attention_maps
+from .masking import measure_masking
+from .plots import View
+from .sections import Analysis, analysis_sections
+
+# What the command writes, besides the drawings.
+OUTPUTS = ("analysis.html", "analysis.json")
+# What is hidden from queries, if the smallest map leaves something to see.
+SIDES = (3, 5, 7)
+# Images whose maps are drawn, each with the places of its queries. Two queries of one image show what both get alike.
+VIEWS = (((0.5, 0.5), (0.3, 0.3)), ((0.5, 0.5),))
+UNTRAINED = "The weights are random: this shows what an architecture does before it has learned anything, and no more."
+
+
+@dataclass
+class Subject:
+    """A model to look into.
+
+    Attributes:
+        label: What it is called.
+        attention: The word for its attention.
+        model: In evaluation mode, on the device where it is to be run.
+        spec: What it wants to see.
+        num_classes: Width of its head.
+        labels: For each class of the images, that of the model; None = they are the same.
+        no_accuracy: Why its accuracy on the images tells nothing; "" if it does.
+    """
+
+    label: str
+    attention: str
+    model: nn.Module
+    spec: InputSpec
+    num_classes: int
+    labels: Sequence[int] | None = None
+    no_accuracy: str = ""
+
+
+@dataclass
+class Effort:
+    """How much is looked at.
+
+    Attributes:
+        images: For locality and masking.
+        confusion_images: For confusion, which compares all pairs of queries.
+        batch_size: Images in a batch.
+        epsilon: See Confusion.
+        delta: See Confusion.
+    """
+
+    images: int = 64
+    confusion_images: int = 8
+    batch_size: int = 16
+    epsilon: float = EPSILON
+    delta: float = DELTA
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, "", images=MOST_IMAGES, confusion_images=MOST_IMAGES, batch_size=MOST_IMAGES, epsilon=2, delta=2
+        )
+        for name in ("images", "confusion_images", "batch_size"):
+            require(vars(self)[name] > 0, f"{name} is {vars(self)[name]}: it should be at least 1")
+        for name in ("epsilon", "delta"):
+            require(vars(self)[name] >= 0, f"{name} is {vars(self)[name]}: it should not be negative")
+
+
+def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort, console: Console) -> Analysis:
+    """Look inside a model.
+
+    Args:
+        subject: The model.
+        source: Labelled images; some of them are taken, evenly spread.
+        effort: How many.
+        console: Where to show how it goes.
+    """
+    model, label = subject.model, subject.label
+
+    def batches(count: int, what: str) -> Iterator[tuple[Tensor, Tensor]]:
+        return prepared_batches(subject, thinned(source, count), effort.batch_size, f"{label}: {what}", console)
+
+    confusion = measure_confusion(
+        model,
+        (images for images, _ in batches(effort.confusion_images, "confusion")),
+        epsilon=effort.epsilon,
+        delta=effort.delta,
+    )
+    highest = 0
+
+    def images_only() -> Iterator[Tensor]:
+        nonlocal highest
+        for images, labels in batches(effort.images, "locality"):
+            highest = max(highest, int(labels.max()))
+            yield images
+
+    locality = measure_locality(model, images_only())
+    found = Analysis(label, subject.attention, confusion, locality, views_of(subject, batches(len(VIEWS), "maps")))
+    smallest = min((min(layer.size) for layer in locality), default=0)
+    sides = tuple(side for side in SIDES if side < smallest)
+    found.no_masking = subject.no_accuracy
+    if highest >= subject.num_classes and not subject.no_accuracy:
+        found.no_masking = f"its {subject.num_classes} classes are not those of the images (labels up to {highest})"
+    if len(locality) < len(confusion.layers):
+        found.no_masking = "some of its keys come from a reduced map, where queries have no neighbourhood"
+    elif not sides:
+        found.no_masking = f"its smallest map has a side of {smallest}, too small to hide a neighbourhood"
+    if not found.no_masking:
+        found.masking = measure_masking(model, batches(effort.images, "masking"), sides=sides)
+    return found
+
+
+def thinned(source: ImageSource | ShardSource, count: int) -> ImageSource | ShardSource:
+    """Some of the images, evenly spread."""
+    return source.thinned(count) if isinstance(source, ShardSource) else SubsetSource(source, count)
+
+
+def prepared_batches(
+    subject: Subject, source: ImageSource | ShardSource, batch_size: int, what: str, console: Console
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images and labels as a model wants them, on its device; images that cannot be read are told of and left out."""
+    spec = subject.spec
+    device = next(subject.model.parameters()).device
+    config = DataConfig(batch_size=batch_size, workers=0)
+    # Any label will do: where classes do not match, images are looked at nevertheless.
+    transform = evaluation_transform(spec)
+    loaded: Iterable[tuple[Tensor, Tensor, list[str]]] = make_eval_loader(
+        source, transform, spec.mode, sys.maxsize, config, process=0, processes=1
+    )
+    shown = track(loaded, what, console=console)
+    for images, labels in drop_unreadable(shown, UnreadableCounter(len(source)), subject.labels):
+        yield images.to(device), labels.to(device)
+
+
+def views_of(subject: Subject, batches: Iterator[tuple[Tensor, Tensor]]) -> list[View]:
+    """What the queries of VIEWS see."""
+    images = [image for several, _ in batches for image in several]
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (subject.spec.mean, subject.spec.std))
+    views = []
+    for image, queries in zip(images, VIEWS, strict=False):
+        pixels = (image.cpu() * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+        for query in queries:
+            views.append(View(pixels.astype(np.float32), query, attention_maps(subject.model, image, [query])))
+    return views
+
+
+def attention_of(model: nn.Module) -> str:
+    """The words for a model's attentions, joined by +. Whatever is not ours is softmax attention."""
+    kinds = {kind: word for word, kind in ATTENTIONS.items()}
+    words = dict.fromkeys(kinds[type(part)] for part in model.modules() if isinstance(part, TokenMixer))
+    return "+".join(words) or "softmax"
+
+
+def labels_of(models: Sequence[str], attentions: Sequence[str]) -> list[str]:
+    """What to call models: by their attention if each has one of its own, else as the user does."""
+    if len(set(attentions)) == len(attentions) and all(word in STYLES for word in attentions):
+        return [STYLES[word].name for word in attentions]
+    names = [Path(model).name for model in models]
+    names = names if len(set(names)) == len(names) else list(models)
+    seen: Counter[str] = Counter()
+    labels = []
+    for name in names:
+        seen[name] += 1
+        labels.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return labels
+
+
+def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
+    """A model with random weights.
+
+    Args:
+        model: The folder of a training run, whose model it is to be, or NAME or NAME:OPTION=VALUE,OPTION=VALUE.
+        img_size: See load_classifier.
+    """
+    run = run_config(model)
+    if run is None:
+        name, options = parse_model(model)
+        config = ModelConfig(name=name, kwargs=options)
+    else:
+        config = replace(run.model, checkpoint=None, pretrained=False)
+    config = replace(config, drop_path_rate=0.0, img_size=config.img_size if img_size is None else img_size)
+    made_for = get_pretrained_cfg(config.name)
+    num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0) or 1000
+    # Random, but the same each time.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = build_model(config, num_classes).eval()
+    return ClassificationPredictor(built, num_classes, None, input_spec(config), config.name)
+
+
+def analyze_command(
+    models: list[str],
+    data: str | None = None,
+    images: int = 64,
+    confusion_images: int = 8,
+    checkpoint: str | None = None,
+    img_size: int | None = None,
+    batch_size: int = 16,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+    untrained: bool = False,
+    output: str = "runs/analysis",
+) -> Path:
+    """Look inside models, side by side: confusion, locality, masking and maps of their attention.
+
+    Args:
+        models: Folders of training runs, or names of models of ours or of timm's.
+        data: Labelled images, as for inlinevit train; their evaluation part is used. null = those of the first model's
+            training run, or the embedded ones.
+        images: How many images to measure locality and masking on.
+        confusion_images: How many to count confused pairs of queries on, which takes long where maps are large.
+        checkpoint: As for inlinevit eval; the same for all models.
+        img_size: Side of the images that the models see; null = what they were trained for.
+        batch_size: Images in a batch.
+        epsilon: Rows nearer than this, relative to the longer of them, count as the same.
+        delta: Queries farther apart than this, relative to the longer of them, count as different.
+        untrained: Take random weights: for a look at an architecture. Names may have options then, such as
+            inline_deit_tiny:attention=linear.
+        output: Folder for analysis.html, analysis.json and figures/.
+
+    Returns:
+        The path of the page.
+    """
+    started = time.monotonic()
+    effort = Effort(images, confusion_images, batch_size, epsilon, delta)
+    require(
+        not untrained or checkpoint is None, "checkpoint names weights, but untrained wants none: choose one of them"
+    )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for model in models:
+        if not untrained:
+            check_name_or_run(model)
+    config = evaluation_data(models[0], ClassificationDataOptions(path=data))
+    source = open_part(config, training=False)
+    places = places_of(source)
+    inputs = [*places.files, *([checkpoint] if checkpoint else [])]
+    folder = check_output_folder(output, OUTPUTS, inputs=inputs, image_folders=places.folders)
+    classifiers = [
+        open_untrained(model, img_size)
+        if untrained
+        else load_classifier(model, checkpoint=checkpoint, img_size=img_size)
+        for model in models
+    ]
+    for classifier in classifiers:
+        check_batch_memory(classifier.spec, batch_size, min(max(images, confusion_images), len(source)))
+    make_output_dir(folder)
+    attentions = [attention_of(classifier.model) for classifier in classifiers]
+    labels = labels_of(models, attentions)
+    analyses = []
+    rows = []
+    for model, classifier, attention, label in zip(models, classifiers, attentions, labels, strict=True):
+        subject = subject_of(classifier, label, attention, source, untrained)
+        analyses.append(analyze(subject, source, effort, console))
+        weights = "random" if untrained else checkpoint or ("of the run" if run_config(model) else "published")
+        size = f"{classifier.spec.size} × {classifier.spec.size}"
+        rows.append((label, model, classifier.name, attention, weights, size))
+    headings = ("called", "given as", "model", "attention", "weights", "pixels")
+    blocks: list[Block] = [Table(headings, rows, "The models that were looked into", is_prose=True)]
+    if untrained:
+        console.print(f"warning: {UNTRAINED}", markup=False)
+        blocks.insert(0, Text(UNTRAINED, is_key=True))
+    facts = {"data": config.path, **vars(effort), "untrained": untrained}
+    facts["models"] = [dict(zip(headings, row, strict=True)) for row in rows]
+    measured = min(images, len(source))
+    report = Report("Inside the models", f"Where attention goes, measured on {measured} images: {config.path}.")
+    for section in [Section("models", "The models", blocks, facts), *analysis_sections(analyses)]:
+        report.add(section)
+    path = report.write(folder, "analysis")
+    report.save_drawings(folder / "figures")
+    console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
+    return path
+
+
+def subject_of(
+    classifier: ClassificationPredictor, label: str, attention: str, source: ImageSource | ShardSource, untrained: bool
+) -> Subject:
+    """A model, on the best device there is, and what its accuracy on these images can tell."""
+    model = classifier.model.to(PartialState().device)
+    subject = Subject(label, attention, model, classifier.spec, classifier.num_classes)
+    if untrained:
+        subject.no_accuracy = "it has random weights, so its accuracy tells nothing"
+        return subject
+    if source.classes is None:
+        return subject
+    try:
+        subject.labels = match_classes(source.classes, classifier)
+    except ValueError:
+        subject.no_accuracy = (
+            f"its {classifier.num_classes} classes are not those of the images ({len(source.classes)})"
+        )
+    return subject

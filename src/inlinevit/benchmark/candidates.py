@@ -1,0 +1,170 @@
+"""What can be measured: attention layers on square grids, and any of timm's models."""
+
+import re
+from collections.abc import Sequence
+from math import isqrt
+from typing import Any
+
+import timm
+import torch
+import yaml
+from torch import Tensor, nn
+
+from ..layers import InLineAttention, LinearAttention, SoftmaxAttention, TokenMixer
+from ..layers.inline_attention import PATHS
+from ..utils.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
+from ..utils.validation import MOST_PIXELS, Range, check_value, did_you_mean, require
+from .measure import Candidate, Round, draw_input, draw_weights
+
+# Images are measured at multiples of the coarsest stride that models usually have.
+STRIDE = 32
+# Models for larger images may have more weights than a machine can hold.
+MOST_USUAL = 4096
+
+
+class OnGrid(nn.Module):
+    """An attention layer on square maps of one size."""
+
+    def __init__(self, layer: TokenMixer, side: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (batch, side², dim) to the same."""
+        return self.layer(x, (self.side, self.side))
+
+
+class Projections(nn.Module):
+    """The four projections of an attention layer and nothing between them."""
+
+    def __init__(self, layer: TokenMixer) -> None:
+        super().__init__()
+        self.qkv = layer.qkv
+        self.proj = layer.proj
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (batch, tokens, dim) to q, k and v in one and to as many tokens."""
+        return self.qkv(x), self.proj(x)
+
+
+def layer_rounds(tokens: Sequence[int], dim: int, heads: int, batch: int) -> list[Round]:
+    """InLine attention by each path and by its own choice, its projections alone, linear and softmax attention.
+
+    Args:
+        tokens: Numbers of tokens, each a square.
+        dim: Channels.
+        heads: Heads.
+        batch: Maps of a call.
+    """
+    for count in tokens:
+        side = isqrt(max(count, 1))
+        require(side**2 == count, f"{count} tokens make no square map: {side**2} or {(side + 1) ** 2} would")
+        check_value("tokens", count, int, Range(1, MOST_PIXELS**2))
+    for name, value in {"dim": dim, "heads": heads, "batch": batch}.items():
+        check_value(name, value, int, Range(1, MOST_PIXELS))
+    require(dim % heads == 0, f"dim is {dim} and heads is {heads}: heads should divide dim")
+    largest = max(tokens, default=0)
+    what = f"{batch} map{'' if batch == 1 else 's'} of {largest} tokens"
+    require_memory(FLOAT_BYTES * batch * largest * dim, what, "choose fewer tokens, or a smaller batch")
+
+    def candidate(name: str, kind: type[TokenMixer], count: int, path: str | None = None) -> Candidate:
+        def make(device: torch.device) -> tuple[nn.Module, Tensor]:
+            layer = kind(dim, heads, device=device)
+            draw_weights(layer)
+            if isinstance(layer, InLineAttention):
+                layer.path = path
+            module = Projections(layer) if name == "projections" else OnGrid(layer, isqrt(count))
+            return module, draw_input(batch, count, dim, device=device)
+
+        is_inline = name.startswith("InLine")
+        return Candidate(name, count, make, kin="InLine" if is_inline else "", is_optional=path is not None)
+
+    return [
+        Round(
+            f"{count:,} tokens",
+            batch,
+            [
+                candidate("projections", InLineAttention, count),
+                candidate("InLine", InLineAttention, count),
+                *(candidate(f"InLine, {path}", InLineAttention, count, path) for path in PATHS),
+                candidate("linear", LinearAttention, count),
+                candidate("softmax", SoftmaxAttention, count),
+            ],
+        )
+        for count in tokens
+    ]
+
+
+def model_rounds(models: Sequence[str], sizes: Sequence[int], batches: Sequence[int]) -> list[Round]:
+    """Models against each other: a turn for each size and batch.
+
+    Args:
+        models: NAME or NAME:OPTION=VALUE,OPTION=VALUE, as timm.create_model knows them.
+        sizes: Sides of the images.
+        batches: Images of a call.
+    """
+    return [
+        Round(f"{size}², batch {batch}", batch, [model_candidate(model, size, batch) for model in models])
+        for batch in batches
+        for size in sizes
+    ]
+
+
+def model_candidate(text: str, size: int, batch: int) -> Candidate:
+    """A model to be measured on random images; see model_rounds()."""
+    name, options = parse_model(text)
+    check_side("size", size)
+    check_value("batch", batch, int, Range(1, MOST_PIXELS))
+    require_memory_for_images(batch, 3, size, size, "choose smaller sizes or batches")
+    if options or size > MOST_USUAL:
+        # What cannot be made is refused before others are measured.
+        require_memory_for_model(lambda: create_model(name, options, size), text, "choose smaller values")
+
+    def make(device: torch.device) -> tuple[nn.Module, Tensor]:
+        model = draw_weights(create_model(name, options, size)).to(device)
+        return model, draw_input(batch, 3, size, size, device=device)
+
+    return Candidate(text, size, make)
+
+
+def check_side(name: str, pixels: int) -> None:
+    """Refuse a side of the images that is no multiple of STRIDE."""
+    lower = max(pixels // STRIDE, 1) * STRIDE
+    remedy = f"{lower} or {lower + STRIDE} would be"
+    require(pixels > 0 and pixels % STRIDE == 0, f"{name} {pixels} is no multiple of {STRIDE}: {remedy}")
+    check_value(name, pixels, int, Range(1, MOST_PIXELS))
+
+
+def parse_model(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME:OPTION=VALUE,OPTION=VALUE as a name that timm knows and options; values may be lists, as in [8,4,2,1]."""
+    name, _, words = text.partition(":")
+    if not timm.is_model(name):
+        near = did_you_mean(name, timm.list_models())
+        raise ValueError(f"timm knows no model {name!r}: {near or 'timm.list_models() lists those it knows'}")
+    options: dict[str, Any] = {}
+    # Not at the commas within lists.
+    for word in re.split(r",(?![^\[]*\])", words) if words else []:
+        option, equals, value = word.partition("=")
+        require(bool(option and equals), f"{word!r} in {text!r} is no option: write NAME:OPTION=VALUE,OPTION=VALUE")
+        options[option] = yaml.safe_load(value)
+    return name, options
+
+
+def create_model(name: str, options: dict[str, Any], size: int) -> nn.Module:
+    """A model of timm's for images of a size, whether it must be told of the size or not."""
+    try:
+        try:
+            return timm.create_model(name, img_size=size, **options)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            return timm.create_model(name, **options)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        # Models of timm's do not check their arguments: what they cannot be made with, they stumble over somewhere.
+        problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise ValueError(
+            f"{name} cannot be made with {options} for images of {size}² ({problem}): choose other options or sizes"
+        ) from error

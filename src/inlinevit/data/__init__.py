@@ -1,0 +1,1 @@
+"""Image files, samplers and loaders: nothing here knows a task."""

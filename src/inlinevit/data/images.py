@@ -1,0 +1,353 @@
+"""Image files: which ones are meant, what they are called, and how they become images that a model can see."""
+
+import glob
+import io
+import os
+import struct
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
+
+from ..utils.files import NotRegularFileError, open_regular
+
+# The formats that are read: those that Pillow decodes by itself. Not among them are EPS (Pillow starts Ghostscript),
+# WMF (drawn by the operating system), IPTC (opens the image inside as any format, hence as EPS), formats that other
+# software decodes (BUFR, GRIB, HDF5, FPX, MIC, MPEG), and those of documents, brushes and old systems. Multi-picture
+# JPEG files (MPO) are opened as JPEG.
+FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "TIFF",
+    "BMP",
+    "DIB",
+    "GIF",
+    "PPM",
+    "AVIF",
+    "JPEG2000",
+    "QOI",
+    "ICO",
+    "DDS",
+    "PCX",
+    "SGI",
+    "TGA",
+)
+# Bytes that tell a format.
+_PREFIX = 16
+
+# Images with fewer pixels on a side show nothing; longer strips would be blown up to billions of pixels.
+SMALLEST_SIDE = 2
+LONGEST_TO_SHORTEST = 100
+
+
+def has_valid_size(size: tuple[int, int]) -> bool:
+    """Whether an image of so many pixels each way is neither too small nor too long to show anything."""
+    short, long = sorted(size)
+    return short >= SMALLEST_SIDE and long <= LONGEST_TO_SHORTEST * short
+
+
+def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile:
+    """Open an image of one of FORMATS, whatever the name of its file says; it is not decoded yet.
+
+    All images that are not made by this library are opened here: no other program is started for them, and only regular
+    files are read.
+
+    Args:
+        file: Its file, or its content as a stream.
+
+    Raises:
+        NotRegularFileError: It is a pipe, a device, a socket or a folder.
+        OSError: The file cannot be opened, or it is not an image (UnidentifiedImageError).
+        ValueError: It has a format or a pixel type that is not supported.
+    """
+    if not isinstance(file, str | os.PathLike):
+        return _identify(file)
+    stream = open_regular(file)
+    try:
+        image = _identify(stream)
+    except BaseException:
+        stream.close()
+        raise
+    # Pillow closes only files that it has opened itself.
+    weakref.finalize(image, stream.close)
+    return image
+
+
+def _identify(stream: BinaryIO) -> ImageFile:
+    try:
+        image = Image.open(stream, formats=supported_formats())
+    except UnidentifiedImageError as error:
+        stream.seek(0)
+        name = _format_by_prefix(stream.read(_PREFIX))
+        if name is None:
+            raise
+        if name in FORMATS:
+            problem = f"it is a {name} file that is damaged or has a pixel type that is not supported: save it again"
+        else:
+            supported = ", ".join(supported_formats())
+            problem = f"its format is {name}, which is not supported: convert it to one of {supported}"
+        raise ValueError(problem) from error
+    return image
+
+
+def supported_formats() -> tuple[str, ...]:
+    """Those of FORMATS that the installed Pillow can read: it may be built without AVIF or JPEG 2000."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _format_by_prefix(prefix: bytes) -> str | None:
+    """The format that the first bytes of a file tell, if Pillow knows it."""
+    for name, (_, accepts) in Image.OPEN.items():
+        try:
+            if accepts is not None and accepts(prefix) is True:
+                return name
+        except (struct.error, IndexError):
+            # The file is shorter than the beginning that this format has.
+            continue
+    return None
+
+
+def decode_image(image: Image.Image, mode: str) -> Image.Image:
+    """An image decoded, turned as its EXIF data say, in the colours that a model wants.
+
+    Raises:
+        OSError: It cannot be decoded.
+        ValueError: It is too small or too long to show anything, or it is not clear what its values mean.
+    """
+    if not has_valid_size(image.size):
+        raise ValueError(
+            f"it has {image.width} × {image.height} pixels, which show nothing: at least {SMALLEST_SIDE} are needed on "
+            f"the shorter side, and at most {LONGEST_TO_SHORTEST} times as many on the longer one"
+        )
+    return convert_mode(ImageOps.exif_transpose(image), mode, stored=image)
+
+
+def convert_mode(image: Image.Image, mode: str, *, stored: Image.Image | None = None) -> Image.Image:
+    """An image decoded, as it lies, in the colours that a model wants. docs/training.md has a table of all modes.
+
+    Args:
+        image: Any of Pillow's.
+        mode: Pillow's word for the colours: RGB, or L for grey.
+        stored: The image as it was opened, if `image` is a turned copy: what values mean depends on the file.
+
+    Raises:
+        OSError: It cannot be decoded.
+        ValueError: It is not clear what its values mean, or it has colours that cannot be converted.
+    """
+    if image.mode == "F":
+        return _from_floats(image, stored or image).convert(mode)
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        steps = _steps_of_a_byte(stored or image)
+        return image.convert("I").point(lambda value: value / steps).convert("L").convert(mode)
+    if image.mode == "LAB":
+        # Pillow converts it to RGB only.
+        image = image.convert("RGB")
+    return image.convert(mode)
+
+
+def _steps_of_a_byte(image: Image.Image) -> int:
+    """How many values of an integer image with more than 8 bits make one step of 8 bits."""
+    _refuse_inverted(image)
+    # In these two formats Pillow's 32 bits hold 16: in PNG as older versions open it, in PGM always.
+    if image.mode == "I" and image.format not in ("PNG", "PPM"):
+        raise ValueError(
+            "its pixels are integers of 32 bits or with a sign, which do not tell what is white: save it with 8 or 16 "
+            "bits without a sign"
+        )
+    return 16 if _tiff_tag(image, "BitsPerSample") == (12,) else 256
+
+
+def _from_floats(image: Image.Image, stored: Image.Image) -> Image.Image:
+    """An image of floating-point numbers from 0 (black) to 1 (white), in 8 bits."""
+    _refuse_inverted(stored)
+    values = np.asarray(image)
+    # NaN fails both comparisons.
+    if not (values.min() >= 0 and values.max() <= 1):
+        raise ValueError(
+            f"its pixels are floating-point numbers from {values.min():g} to {values.max():g}, which do not tell what "
+            "is black and white: scale them to 0 … 1, or save it with 8 or 16 bits"
+        )
+    return Image.fromarray((values * 255 + 0.5).astype(np.uint8))
+
+
+def _refuse_inverted(image: Image.Image) -> None:
+    """Refuse TIFF files in which 0 is white: Pillow turns them around with 8 bits, but not with more."""
+    if _tiff_tag(image, "PhotometricInterpretation") == 0:
+        raise ValueError("0 is white in it, which is supported for 8 bits only: save it with 0 for black")
+
+
+def _tiff_tag(image: Image.Image, name: str) -> object:
+    """A tag of a TIFF file; None if it does not have it, or for another format."""
+    numbers = {"BitsPerSample": 258, "PhotometricInterpretation": 262}
+    return getattr(image, "tag_v2", {}).get(numbers[name])
+
+
+@contextmanager
+def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
+    """Have Pillow refuse images that are large, but not yet a danger to every machine: it only warns of them.
+
+    Args:
+        most_pixels: What is too many for whoever opens them; None = what Pillow thinks.
+    """
+    before = Image.MAX_IMAGE_PIXELS
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            Image.MAX_IMAGE_PIXELS = most_pixels or before
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
+
+
+def describe_image_error(name: str, error: Exception) -> str:
+    """What to say of an image that cannot be used.
+
+    Args:
+        name: What it is called.
+        error: What came of the attempt; a broken file can make Pillow raise anything.
+    """
+    reason = str(error)
+    if isinstance(error, UnidentifiedImageError):
+        reason = "it is no image"
+    elif isinstance(error, NotRegularFileError):
+        reason = f"it is {error.kind}, not a regular file"
+    return f"{name} cannot be used ({reason or type(error).__name__})"
+
+
+class ImageFiles:
+    """Images in files that a user has named.
+
+    Args:
+        arguments: Files, folders, or glob patterns.
+    """
+
+    def __init__(self, arguments: Iterable[str]) -> None:
+        self.files = list(find_images(arguments).items())
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def open(self, index: int) -> ImageFile:
+        """An image, not yet decoded; any error means that it cannot be used."""
+        path, problem = self.files[index]
+        if problem:
+            raise ValueError(problem)
+        return open_image(path)
+
+    def name(self, index: int) -> str:
+        """What an image is called in messages and results."""
+        return display_name(self.files[index][0])
+
+
+def find_images(arguments: Iterable[str]) -> dict[str, str]:
+    """The files that are meant by names, folders and glob patterns, each once.
+
+    Of a folder, the files at any depth whose endings are those of images are taken, in the order of their names.
+
+    Returns:
+        Paths, each with what is wrong with it ("" = nothing so far).
+    """
+    files: dict[str, str] = {}
+    seen: set[str] = set()
+    for argument in arguments:
+        for path, problem in _expand(argument):
+            place = os.path.abspath(path)
+            if place not in seen:
+                seen.add(place)
+                files[path] = problem
+    return files
+
+
+def _expand(argument: str) -> Iterator[tuple[str, str]]:
+    """The files that one argument means, each with what is wrong with it."""
+    if os.path.isdir(argument):
+        yield from _images_in(argument)
+    elif os.path.exists(argument) or not glob.has_magic(argument):
+        yield argument, _what_is_wrong(argument)
+    else:
+        matches = sorted(glob.glob(argument, recursive=True))
+        if not matches:
+            yield argument, "nothing matches this pattern"
+        for match in matches:
+            if os.path.isdir(match):
+                yield from _images_in(match)
+            else:
+                yield match, _what_is_wrong(match)
+
+
+def _what_is_wrong(path: str) -> str:
+    """Why a path should not be opened; "" if it can be."""
+    if os.path.isfile(path):
+        return ""
+    # Reading from a pipe or a device could last for ever.
+    return "it is no regular file" if os.path.exists(path) else "there is no such file or folder"
+
+
+def _images_in(folder: str) -> Iterator[tuple[str, str]]:
+    endings = image_extensions()
+    files = sorted(
+        str(file) for file in Path(folder).rglob("*") if file.suffix.lower() in endings and not file.is_dir()
+    )
+    if not files:
+        yield folder, "the folder holds no images"
+    for file in files:
+        yield file, _what_is_wrong(file)
+
+
+def image_extensions() -> frozenset[str]:
+    """The endings of the files that are taken for images in folders and archives: those of FORMATS, in lower case."""
+    supported = supported_formats()
+    endings = {ending for ending, name in Image.registered_extensions().items() if name in supported}
+    # Pillow has multi-picture files under a name of their own.
+    return frozenset(endings | {".mpo"})
+
+
+def display_name(path: str) -> str:
+    """The name of a file as text: bytes that are none must not stop the output."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def unique_names(files: ImageFiles, folder: Path, endings: Sequence[str] = (".png",)) -> list[str]:
+    """A name for the drawings of each image: names that clash get numbers, and no image is written over.
+
+    Args:
+        files: The images.
+        folder: Where the drawings go.
+        endings: What is put behind the name for each of the drawings.
+    """
+    home = Path(os.path.realpath(folder))
+    # There are disks that take A.png for a.png.
+    taken = {os.path.realpath(path).casefold() for path, _ in files.files}
+    uses: Counter[str] = Counter()
+    chosen = []
+    for path, _ in files.files:
+        stem = Path(path).stem
+        places: set[str] = set()
+        while not places or places & taken:
+            uses[stem] += 1
+            name = stem if uses[stem] == 1 else f"{stem}-{uses[stem]}"
+            places = {str(home / f"{name}{ending}").casefold() for ending in endings}
+        taken |= places
+        chosen.append(name)
+    return chosen
+
+
+def escape_unencodable_output() -> None:
+    """Have names shown, even in letters that the user's terminal does not know."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    """A name or a message without what could break a line or steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

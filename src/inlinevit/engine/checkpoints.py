@@ -1,0 +1,509 @@
+"""Checkpoints that a kill cannot spoil: written aside, renamed when complete, verified when read.
+
+A checkpoint is a folder of safetensors and JSON files. Its manifest has the size and the hash of each of them. Nothing
+in it is a pickle, so reading one runs no code. What is read is checked for names, types, ranges and shapes as well,
+since a file can be replaced together with its hash.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import safetensors.torch
+from torch import Tensor
+
+from ..utils.atomic import atomic_write_json, disk_full_errors, fsync_dir, write_bytes
+from ..utils.files import NotRegularFileError, open_regular, read_json
+
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+EVALUATION = "evaluation.json"
+STATE = "state.json"
+UNFINISHED = ".unfinished-"
+# What an evaluation adds to a run's progress.
+EVALUATION_FIELDS = ("evaluated_step", "metrics", "best", "best_step")
+# The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
+TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
+FORMAT = 1
+# No field of progress.json is larger.
+LARGEST_COUNT = 2**53
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: Steps that are done.
+        evaluated_step: When the last evaluation was.
+        metrics: What it gave.
+        best: The best value of the task's metric so far.
+        best_step: When it was reached.
+        loss_sum: Sum of the losses since the last line of metrics.jsonl.
+        loss_count: How many they are.
+        total_batch: Samples that a step sees.
+        steps_per_epoch: Steps of an epoch.
+        processes: How many processes the order of the samples was drawn for.
+        batch_size: Samples in a batch of each of them.
+        workers: Data workers of each of them.
+    """
+
+    step: int = 0
+    evaluated_step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    best_step: int | None = None
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    total_batch: int = 0
+    steps_per_epoch: int = 0
+    processes: int = 1
+    batch_size: int = 0
+    workers: int = 0
+
+
+@dataclass
+class FileEntry:
+    """What a manifest says of a file.
+
+    Attributes:
+        bytes: Its size.
+        sha256: Its hash.
+    """
+
+    bytes: int
+    sha256: str
+
+
+class CheckpointFolder:
+    """The checkpoints of a run: step-00001200/, …, and best, which points to one of them.
+
+    Args:
+        folder: Where they are.
+        keep: How many of the last ones to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int = 1) -> None:
+        self.folder = folder
+        self.keep = keep
+        # Checkpoints that the next one makes obsolete, however new they are.
+        self.abandoned: list[Path] = []
+
+    def resume_from(self, progress: Progress) -> None:
+        """Take up a run: checkpoints after its progress are damaged, or the run takes another course from here."""
+        self.clean()
+        self.abandoned = [path for path in self.paths() if path.name > f"step-{progress.step:08d}"]
+        # The run may have been killed between a checkpoint and its mark.
+        self.mark_best(progress)
+
+    def prepare(self, step: int) -> Path:
+        """The empty folder in which the files of a checkpoint are written before it is committed."""
+        aside = self.folder / f"{UNFINISHED}step-{step:08d}"
+        with disk_full_errors(aside):
+            self.clean()
+            aside.mkdir(parents=True)
+        return aside
+
+    def commit(
+        self, progress: Progress, files: Mapping[str, bytes], written: Mapping[str, FileEntry] | None = None
+    ) -> Path:
+        """Complete a checkpoint that was prepared, then remove those that are not to be kept.
+
+        Args:
+            progress: How far the run has come.
+            files: Contents of files to write, by name.
+            written: Files that are in the prepared folder already.
+
+        Returns:
+            The folder of the checkpoint.
+        """
+        path = self.folder / f"step-{progress.step:08d}"
+        aside = self.folder / f"{UNFINISHED}{path.name}"
+        contents = {**files, PROGRESS: json.dumps(asdict(progress)).encode()}
+        entries = {**(written or {}), **{name: entry_of(content) for name, content in contents.items()}}
+        contents[MANIFEST] = manifest_bytes(entries)
+        try:
+            with disk_full_errors(path):
+                for name, content in contents.items():
+                    write_bytes(aside / name, content)
+                fsync_dir(aside)
+                # A folder of that name is damaged, or of a run that took another course.
+                shutil.rmtree(path, ignore_errors=True)
+                os.rename(aside, path)
+                fsync_dir(self.folder)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        self._prune(path)
+        return path
+
+    def save(self, progress: Progress, files: Mapping[str, bytes]) -> Path:
+        """Write a checkpoint whose files are all in memory; see prepare and commit."""
+        self.prepare(progress.step)
+        return self.commit(progress, files)
+
+    def note_evaluation(self, progress: Progress) -> None:
+        """Add the result of an evaluation to the newest checkpoint."""
+        path = self.folder / f"step-{progress.step:08d}"
+        if not path.is_dir():
+            # The run resumes from a checkpoint that is elsewhere.
+            return
+        content = asdict(progress)
+        result = json.dumps({name: content[name] for name in EVALUATION_FIELDS}).encode()
+        entries = {name: entry for name, entry in read_manifest(path).items() if name != EVALUATION}
+        with disk_full_errors(path):
+            # A kill in between leaves an evaluation that the manifest does not know: it will be repeated.
+            atomic_write_json(path / MANIFEST, manifest_of(entries))
+            write_bytes(path / EVALUATION, result)
+            atomic_write_json(path / MANIFEST, manifest_of({**entries, EVALUATION: entry_of(result)}))
+        self.mark_best(progress)
+        self._prune(path)
+
+    def mark_best(self, progress: Progress) -> None:
+        """Point `best` to the best checkpoint, if that is the newest one."""
+        path = self.folder / f"step-{progress.step:08d}"
+        if progress.best_step != progress.step or not path.is_dir():
+            return
+        link = self.folder / f"{UNFINISHED}best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        os.replace(link, self.best)
+
+    def _prune(self, newest: Path) -> None:
+        """Remove what is not to be kept, now that `newest` is written."""
+        for path in self.abandoned:
+            if path != newest:
+                shutil.rmtree(path, ignore_errors=True)
+        self.abandoned = []
+        best = self.best.resolve()
+        for path in self.paths()[self.keep :]:
+            if path.resolve() != best:
+                shutil.rmtree(path, ignore_errors=True)
+        if not self.best.exists():
+            self.best.unlink(missing_ok=True)
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint with the best evaluation."""
+        return self.folder / "best"
+
+    def paths(self) -> list[Path]:
+        """The checkpoints by step, newest first."""
+        return sorted(self.folder.glob("step-*"), reverse=True)
+
+    def clean(self) -> None:
+        """Remove what killed runs have left unfinished."""
+        for leftover in self.folder.glob(f"{UNFINISHED}*"):
+            if leftover.is_symlink():
+                leftover.unlink()
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def newest_good(self) -> Path | None:
+        """The newest checkpoint that is complete; damaged ones are skipped with a warning.
+
+        Returns:
+            Its folder; None if there is no checkpoint at all.
+
+        Raises:
+            ValueError: There are checkpoints, and all of them are damaged.
+        """
+        problems: dict[Path, str] = {}
+        for path in self.paths():
+            problem = damage(path)
+            if problem is None:
+                for damaged, reason in problems.items():
+                    warnings.warn(f"checkpoint {damaged} is skipped, because it is damaged: {reason}", stacklevel=2)
+                return path
+            problems[path] = problem
+        if not problems:
+            return None
+        listed = "; ".join(f"{path.name}: {reason}" for path, reason in problems.items())
+        remedies = ["restore one", "start over with --run.resume never, which keeps this run under another name"]
+        if weights := next(filter(None, map(undamaged_weights, problems)), None):
+            remedies.append(f"train from weights alone with --model.checkpoint {weights} and another --run.output")
+        raise ValueError(
+            f"every checkpoint in {self.folder} is damaged ({listed}), and all of them were kept: "
+            f"{', or '.join(remedies)}"
+        )
+
+
+def entry_of(content: bytes) -> FileEntry:
+    """What a manifest says of a file with this content."""
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def sha256_of(stream: BinaryIO) -> str:
+    """The hash of an open file."""
+    # typeshed asks for more than file_digest needs.
+    return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+
+
+def manifest_of(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
+    """A manifest as JSON."""
+    return {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
+
+
+def manifest_bytes(entries: Mapping[str, FileEntry]) -> bytes:
+    """A manifest as the content of its file."""
+    return json.dumps(manifest_of(entries)).encode()
+
+
+def read_manifest(path: Path) -> dict[str, FileEntry]:
+    """The files of a checkpoint, by name.
+
+    Raises:
+        ValueError: There is no manifest, or it is not as we write them.
+    """
+    content = _read_json(path / MANIFEST)
+    problem = ValueError(f"{MANIFEST} has changed since it was written")
+    if not isinstance(content, dict) or content.keys() != {"format", "files"} or not isinstance(content["files"], dict):
+        raise problem
+    if content["format"] != FORMAT or isinstance(content["format"], bool):
+        raise ValueError(f"{MANIFEST} is of format {content['format']!r:.20}, and this version reads {FORMAT}")
+    entries = {}
+    for name, entry in content["files"].items():
+        known = name in (PROGRESS, EVALUATION, STATE) or TENSOR_FILE.fullmatch(name)
+        if not known or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+            raise problem
+        if not _is_count(entry["bytes"]) or not re.fullmatch("[0-9a-f]{64}", str(entry["sha256"])):
+            raise problem
+        entries[name] = FileEntry(**entry)
+    if PROGRESS not in entries or STATE not in entries:
+        raise problem
+    return entries
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint; None if its files are just as they were written."""
+    try:
+        entries = read_manifest(path)
+        for file in path.iterdir():
+            if file.suffix == ".safetensors" and file.name not in entries:
+                return f"{file.name} is not in {MANIFEST}"
+        for name, entry in entries.items():
+            if problem := _file_damage(path / name, entry):
+                return problem
+        read_progress(path)
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{type(error).__name__}: {error.strerror or error}"
+    return None
+
+
+def _file_damage(file: Path, entry: FileEntry) -> str | None:
+    """What is wrong with a file; None if it is just as it was written."""
+    try:
+        with open_regular(file) as stream:
+            if os.fstat(stream.fileno()).st_size == entry.bytes and sha256_of(stream) == entry.sha256:
+                return None
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except NotRegularFileError as error:
+        return f"{file.name} is {error.kind}, not a regular file"
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+    return f"{file.name} has changed since it was written"
+
+
+def undamaged_weights(path: Path) -> Path | None:
+    """The file with the weights of a damaged checkpoint, if that file itself is as it was written."""
+    try:
+        entries = read_manifest(path)
+    except (ValueError, OSError):
+        return None
+    for name in ("ema.safetensors", "model.safetensors"):
+        if name in entries and _file_damage(path / name, entries[name]) is None:
+            return path / name
+    return None
+
+
+def read_progress(path: Path) -> Progress:
+    """How far the run had come at this checkpoint.
+
+    Raises:
+        ValueError: The file is not valid.
+    """
+    progress = _checked_progress(_read_json(path / PROGRESS), PROGRESS)
+    if EVALUATION not in read_manifest(path):
+        # The run ended before or during the evaluation, which will be made up for.
+        return progress
+    content = _read_json(path / EVALUATION)
+    if not isinstance(content, dict) or content.keys() != set(EVALUATION_FIELDS):
+        raise ValueError(f"{EVALUATION} should have the fields {', '.join(EVALUATION_FIELDS)} and no others")
+    return _checked_progress({**asdict(progress), **content}, EVALUATION)
+
+
+def _checked_progress(content: Any, name: str) -> Progress:
+    """The content of a file as a Progress, if every field is what it should be.
+
+    Args:
+        content: What was read.
+        name: The file, for messages.
+    """
+    expected = asdict(Progress())
+    if not isinstance(content, dict) or content.keys() != expected.keys():
+        raise ValueError(f"{name} should have the fields {', '.join(expected)} and no others")
+    counts = ("step", "evaluated_step", "loss_count", "total_batch", "steps_per_epoch", "batch_size", "workers")
+    metrics, best, best_step = content["metrics"], content["best"], content["best_step"]
+    step = content["step"]
+    problems = {
+        **{key: _is_count(content[key]) for key in (*counts, "processes")},
+        "loss_sum": _is_number(content["loss_sum"]) and math.isfinite(content["loss_sum"]),
+        "metrics": isinstance(metrics, dict) and all(_is_number(value) for value in metrics.values()),
+        "best": best is None or (_is_number(best) and not math.isnan(best)),
+        "best_step": best_step is None or _is_count(best_step),
+    }
+    for key, is_valid in problems.items():
+        if not is_valid:
+            raise ValueError(f"{name} has {key} {content[key]!r:.80}, which is not a valid value")
+    if content["processes"] < 1:
+        raise ValueError(f"{name} has processes 0, which is not a valid value")
+    if content["evaluated_step"] > step or (best_step or 0) > step:
+        raise ValueError(f"{name} has an evaluation of a later step than {step}, its own")
+    if (best is None) != (best_step is None):
+        raise ValueError(f"{name} has a best value without its step, or a step without its value")
+    return Progress(**content)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= LARGEST_COUNT)
+
+
+def _read_json(file: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        ValueError: It is missing, not a regular file, or not valid.
+    """
+    try:
+        return read_json(file)
+    except FileNotFoundError:
+        raise ValueError(f"{file.name} is missing") from None
+    except NotRegularFileError as error:
+        raise ValueError(f"{file.name} is {error.kind}, not a regular file") from None
+    except ValueError as error:
+        raise ValueError(f"{file.name} is not valid JSON ({error})") from None
+
+
+def pack_weights(weights: Mapping[str, Tensor]) -> bytes:
+    """Weights as the content of a safetensors file."""
+    return safetensors.torch.save(dict(weights))
+
+
+def read_weights(path: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of one file of a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        name: model, ema or optimizer.
+
+    Raises:
+        ValueError: There is no such file, or it is not valid.
+    """
+    file = path / f"{name}.safetensors"
+    if not file.is_file():
+        raise ValueError(f"checkpoint {path} has no {file.name}: resume with the settings it was written with")
+    try:
+        return safetensors.torch.load_file(file)
+    # safetensors raises errors of its own, and others for headers that make no sense.
+    except Exception as error:
+        raise ValueError(f"{file} is not valid ({_first_line(error)}): resume from another checkpoint") from None
+
+
+def pack_state(state: Any) -> dict[str, bytes]:
+    """State of an optimizer and whatever else a run needs, as files: its tensors, and the rest as JSON.
+
+    Args:
+        state: Dictionaries, lists and tuples of tensors, numbers, strings, booleans and None.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _to_json(state, "", tensors)
+    return {"optimizer.safetensors": pack_weights(tensors), STATE: json.dumps(tree).encode()}
+
+
+def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON, in which tensors are {"tensor": NAME}; they are added to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        # In pairs, because keys may be numbers, and because no dictionary is then taken for a tensor.
+        pairs = [[key, _to_json(item, f"{name}.{key}" if name else str(key), tensors)] for key, item in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, list | tuple):
+        return [_to_json(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{name} is of {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def read_state(path: Path) -> Any:
+    """What pack_state has written, with lists for tuples.
+
+    Raises:
+        ValueError: A file is not valid, or the two do not fit together.
+    """
+    tensors = read_weights(path, "optimizer")
+    used: set[str] = set()
+    try:
+        state = _from_json(_read_json(path / STATE), tensors, used)
+    except (ValueError, RecursionError) as error:
+        problem = f"{STATE} is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"checkpoint {path} is not valid ({problem}): resume from another one") from None
+    if used != tensors.keys():
+        unused = min(tensors.keys() - used)
+        raise ValueError(
+            f"checkpoint {path} is not valid (optimizer.safetensors holds {unused!r:.80}, which {STATE} does not "
+            "name): resume from another one"
+        )
+    return state
+
+
+def _from_json(tree: Any, tensors: dict[str, Tensor], used: set[str]) -> Any:
+    """The value that _to_json has made this of; names of tensors that it takes are added to `used`."""
+    if isinstance(tree, list):
+        return [_from_json(item, tensors, used) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.keys() == {"tensor"}:
+        name = tree["tensor"]
+        if not isinstance(name, str) or name not in tensors or name in used:
+            raise ValueError(f"{STATE} names the tensor {name!r:.80}, which optimizer.safetensors does not hold once")
+        used.add(name)
+        return tensors[name]
+    pairs = tree.get("dict") if tree.keys() == {"dict"} else None
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"{STATE} holds an object that is neither a dictionary nor a tensor")
+    if not all(type(key) in (str, int) for key, _ in pairs):
+        raise ValueError(f"{STATE} holds a key that is neither a string nor an integer")
+    return {key: _from_json(item, tensors, used) for key, item in pairs}
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a folder, so that a run can start over in its place and nothing is lost.
+
+    Returns:
+        Its new name.
+    """
+    numbers = (number for number in range(1, 10_000) if not os.path.lexists(f"{folder}.{number}"))
+    target = folder.with_name(f"{folder.name}.{next(numbers)}")
+    os.rename(folder, target)
+    return target

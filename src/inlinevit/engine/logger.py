@@ -1,0 +1,147 @@
+"""What a run tells: a bar and lines on the terminal, metrics.jsonl, accelerate's trackers."""
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..utils.atomic import atomic_write_bytes, disk_full_errors, finite
+from .checkpoints import Progress as RunProgress
+from .config import TrainConfig, flattened, to_plain
+
+# In metrics.jsonl, what an evaluation gave is told from what training did.
+EVALUATION_PREFIX = "eval_"
+
+
+class RunLogger:
+    """Everything that is written or shown while a run goes on. Only the main process speaks.
+
+    Args:
+        config: The run's configuration.
+        accelerator: Its processes.
+        progress: How far the run has come. Losses are added up in it, so that they outlive the process.
+        total_steps: Steps to the end.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        progress: RunProgress,
+        total_steps: int,
+    ) -> None:
+        self.config, self.accelerator, self.progress, self.total_steps = config, accelerator, progress, total_steps
+        self.first_step, self.steps_per_epoch = progress.step, progress.steps_per_epoch
+        self.file = Path(config.run.output) / "metrics.jsonl"
+        self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
+        self.bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}" if config.schedule.steps is None else "step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:.0f} images/s"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not accelerator.is_main_process,
+        )
+        # Steps that this process has done since the last line, and their duration.
+        self.steps, self.seconds = 0, 0.0
+        self.latest: dict[str, float] = {}
+
+    def __enter__(self) -> "RunLogger":
+        if self.accelerator.is_main_process:
+            self._forget_what_comes_again()
+        if self.config.run.trackers:
+            settings = flattened(to_plain(self.config))
+            simple = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
+            self.accelerator.init_trackers("inlinevit", config=simple)
+        self.started = time.monotonic()
+        self.bar.start()
+        self.task = self.bar.add_task(
+            "", total=self.total_steps, completed=self.first_step, epoch=0, loss=float("nan"), rate=0.0
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def _forget_what_comes_again(self) -> None:
+        """Drop the lines of what a killed run had done after its last checkpoint."""
+        if self.file.exists():
+            lines = [line for line in self.file.read_text().splitlines() if not self._comes_again(line)]
+            atomic_write_bytes(self.file, "".join(f"{line}\n" for line in lines).encode())
+
+    def _comes_again(self, line: str) -> bool:
+        try:
+            content = json.loads(line)
+            step = content["step"]
+        except (ValueError, KeyError, TypeError):
+            # It was not finished.
+            return True
+        if step != self.first_step:
+            return bool(step > self.first_step)
+        is_evaluation = any(name.startswith(EVALUATION_PREFIX) for name in content)
+        return is_evaluation and self.progress.evaluated_step != step
+
+    def step(self, step: int, loss: float, lr: float, seconds: float) -> None:
+        """A step is done.
+
+        Args:
+            step: Steps that are done.
+            loss: Its loss, the mean of all processes.
+            lr: Its learning rate.
+            seconds: How long it took, with waiting for data.
+        """
+        self.progress.loss_sum += loss
+        self.progress.loss_count += 1
+        self.steps += 1
+        self.seconds += seconds
+        rate = self.progress.total_batch * self.steps / self.seconds
+        self.bar.update(self.task, completed=step, epoch=(step - 1) // self.steps_per_epoch + 1, loss=loss, rate=rate)
+        if step % self.config.run.log_every == 0 or step % self.steps_per_epoch == 0 or step == self.total_steps:
+            mean_loss = self.progress.loss_sum / self.progress.loss_count
+            self.latest = {"loss": mean_loss, "lr": lr, "images_per_second": rate}
+            self.progress.loss_sum, self.progress.loss_count = 0.0, 0
+            self.steps, self.seconds = 0, 0.0
+            self.write(step, self.latest)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation is done."""
+        self.write(step, {f"{EVALUATION_PREFIX}{name}": value for name, value in metrics.items()})
+
+    def line(self, step: int, metrics: dict[str, float]) -> None:
+        """Sum up where the run is."""
+        pace = (time.monotonic() - self.started) / max(1, step - self.first_step)
+        left = timedelta(seconds=round(pace * (self.total_steps - step)))
+        training = " ".join(f"{name} {value:.4g}" for name, value in self.latest.items())
+        evaluation = " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        by_epochs = self.config.schedule.steps is None
+        parts = [
+            f"epoch {step / self.steps_per_epoch:g} (step {step})"
+            if by_epochs
+            else f"step {step} of {self.total_steps}",
+            f"training: {training}" if training else "",
+            f"evaluation: {evaluation}" if evaluation else "",
+            f"left {left}",
+        ]
+        self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """A line in metrics.jsonl, and the same to the trackers."""
+        if self.accelerator.is_main_process:
+            with disk_full_errors(self.file), self.file.open("a") as stream:
+                line = {"step": step, "epoch": step / self.steps_per_epoch, **finite(values)}
+                stream.write(json.dumps(line) + "\n")
+        if self.config.run.trackers:
+            self.accelerator.log(values, step=step)

@@ -1,0 +1,135 @@
+"""Where results may go: never onto what a command reads, and never onto the files of a training run."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..utils.atomic import is_stream
+from .checkpoints import MANIFEST, PROGRESS
+from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_FILES
+
+# What commands call the option that says where results go.
+OPTION = "--output"
+
+
+def check_output_file(output: str, inputs: Iterable[str | Path]) -> Path:
+    """Refuse a file that results must not be written to. Nothing on the disk is changed.
+
+    Args:
+        output: Where the results are to go; pipes and devices, such as /dev/stdout, are good.
+        inputs: Files that are read; those that do not exist do no harm.
+
+    Returns:
+        The path of the file.
+    """
+    _require_name(output)
+    path = Path(output)
+    if is_stream(path):
+        return path
+    if path.is_dir() or output.endswith(os.sep):
+        raise ValueError(f"{output} is a folder: name a file for the results with {OPTION}")
+    _require_makeable(path.parent)
+    _require_no_input(path, _identities(inputs))
+    _require_no_run_file(path)
+    return path
+
+
+def check_output_folder(
+    output: str,
+    names: Iterable[str],
+    *,
+    inputs: Iterable[str | Path] = (),
+    image_folders: Iterable[Path] = (),
+) -> Path:
+    """Refuse a folder that results must not be written to. Nothing on the disk is changed.
+
+    Args:
+        output: Where the results are to go.
+        names: The files that will be written there.
+        inputs: Files that are read.
+        image_folders: Folders whose images are read: files and folders among them would count as data.
+
+    Returns:
+        The path of the folder.
+    """
+    _require_name(output)
+    folder = Path(output)
+    _require_makeable(folder)
+    _require_outside(folder, image_folders)
+    known = _identities(inputs)
+    for name in names:
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a folder, but a file is to be written there: choose another {OPTION}")
+        _require_no_input(folder / name, known)
+        _require_no_run_file(folder / name)
+    return folder
+
+
+def check_run_output(output: str, inputs: Iterable[str | Path]) -> None:
+    """Refuse the folder of a training run, if what the run leaves there would replace what it reads.
+
+    Args:
+        output: The folder.
+        inputs: Files that are read, such as the weights that the run starts from.
+    """
+    known = _identities(inputs)
+    for name in RUN_FILES:
+        _require_no_input(Path(output) / name, known)
+
+
+def _require_outside(folder: Path, image_folders: Iterable[Path]) -> None:
+    """Refuse a folder that lies in one whose images are read."""
+    place = Path(os.path.realpath(folder))
+    for images in image_folders:
+        if place.is_relative_to(os.path.realpath(images)):
+            raise ValueError(f"{folder} lies in {images}, whose images are read: name another folder with {OPTION}")
+
+
+def _require_name(output: str) -> None:
+    if not output.strip():
+        raise ValueError(f"{OPTION} is empty: name where the results should go, or leave it out")
+
+
+def _require_makeable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to."""
+    place = Path(os.path.abspath(folder))
+    existing = next(one for one in (place, *place.parents) if os.path.lexists(one))
+    problem = ""
+    if not existing.is_dir():
+        problem = "File exists" if existing == place else f"{existing} is not a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = "Permission denied"
+    if problem:
+        raise OSError(f"{folder} cannot be a folder of results ({problem}): name another one")
+
+
+def _identities(files: Iterable[str | Path]) -> dict[tuple[int, int], str]:
+    """Files by what tells them from all others, whatever they are called and however often they are linked to."""
+    found: dict[tuple[int, int], str] = {}
+    for file in files:
+        if os.path.isfile(file):
+            status = os.stat(file)
+            found[status.st_dev, status.st_ino] = os.fspath(file)
+    return found
+
+
+def _require_no_input(path: Path, inputs: dict[tuple[int, int], str]) -> None:
+    """Refuse a path that is one of the files that are read, by any name or link."""
+    if not path.exists():
+        return
+    status = path.stat()
+    same = inputs.get((status.st_dev, status.st_ino))
+    if same is not None:
+        linked = "" if os.path.abspath(same) == os.path.abspath(path) else f", which is the same file as {same}"
+        raise ValueError(f"{path} is read by this command{linked}: name another output, so that it is not overwritten")
+
+
+def _require_no_run_file(path: Path) -> None:
+    """Refuse a path that belongs to a training run or to one of its checkpoints."""
+    folder = Path(os.path.realpath(path.parent))
+    in_checkpoint = any((one / MANIFEST).is_file() and (one / PROGRESS).is_file() for one in (folder, *folder.parents))
+    in_checkpoints = any(
+        one.name == RUN_CHECKPOINTS and (one.parent / RUN_CONFIG).is_file() for one in (folder, *folder.parents)
+    )
+    if in_checkpoint or in_checkpoints or (path.name in RUN_FILES and (folder / RUN_CONFIG).is_file()):
+        raise ValueError(f"{path} belongs to a training run: name another output, so that the run is not damaged")

@@ -1,0 +1,157 @@
+"""The folder of a run while it trains: claimed by one run at a time, resumed from, written to."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from torch import nn
+
+from ..utils.atomic import atomic_write_bytes, atomic_write_json, disk_full_errors, make_output_dir
+from ..utils.validation import require
+from .checkpoints import MANIFEST, CheckpointFolder, Progress, damage, set_aside
+from .config import TrainConfig, check_unchanged, read_plain, to_plain
+from .distributed import run_on_all, run_on_main
+from .lock import RUN_LOCK, RunLock
+from .runs import RUN_CHECKPOINTS, RUN_CONFIG, check_free_folder, check_run_folder
+from .state import is_sharded, pack, restore, save_shards
+
+
+class RunFolder:
+    """The folder of a run.
+
+    What is wrong with it shows when this is made, before data are opened and models are copied.
+
+    Args:
+        config: The run's configuration.
+        accelerator: The processes; all of them make one.
+    """
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.path = Path(config.run.output)
+        self.checkpoints = CheckpointFolder(self.path / RUN_CHECKPOINTS, config.run.keep_checkpoints)
+        self.lock: RunLock | None = None
+        # The checkpoint to resume from, if there is one.
+        self.resume_path = run_on_main(accelerator, self._find_checkpoint)
+
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint to resume from, if there is one; nothing is changed.
+
+        Raises:
+            ValueError: The folder is in use or not that of a run, or what is in it cannot be resumed.
+        """
+        if not self.path.is_dir():
+            return self._choose_checkpoint()
+        with RunLock(self.path):
+            return self._choose_checkpoint()
+
+    def _choose_checkpoint(self) -> Path | None:
+        """The checkpoint that the settings name, or the newest good one."""
+        choice = self.config.run.resume
+        if choice == "never":
+            check_run_folder(self.path)
+            return None
+        if choice != "auto":
+            path = Path(choice)
+            require((path / MANIFEST).is_file(), f"{choice} is not a checkpoint: name a step-… folder")
+            problem = damage(path)
+            require(problem is None, f"checkpoint {choice} is damaged: {problem}")
+            return path
+        newest = self.checkpoints.newest_good()
+        if newest is None:
+            check_free_folder(self.path)
+        return newest
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """A context in which no other run writes into the folder."""
+        run_on_main(self.accelerator, self._claim)
+        try:
+            yield
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def _claim(self) -> None:
+        """Take the folder, and rename what was in it if the run is to start over."""
+        make_output_dir(self.path)
+        lock = RunLock(self.path)
+        lock.acquire()
+        resume = self.config.run.resume
+        if self.resume_path is None and resume == "auto" and self.checkpoints.paths():
+            lock.release()
+            raise ValueError(f"{self.path} was used by another run since this one was set up: start it again")
+        if resume == "never" and set(os.listdir(self.path)) > {RUN_LOCK}:
+            # The lock is renamed with the folder, so nobody can take it in between.
+            former = set_aside(self.path)
+            warnings.warn(f"{self.path} held a run: it is now {former}", stacklevel=2)
+            make_output_dir(self.path)
+            again = RunLock(self.path)
+            again.acquire()
+            lock.release(former)
+            lock = again
+        self.lock = lock
+
+    def begin(
+        self,
+        progress: Progress,
+        notes: dict[str, Any],
+        model: nn.Module,
+        average: nn.Module | None,
+        optimizer: Any,
+        configured_batch: int,
+    ) -> None:
+        """Restore the checkpoint to resume from, if there is one, and write down what is run.
+
+        Args:
+            progress: How far the run has come.
+            notes: What to leave beside the results, by the name of a JSON file.
+            model: The model.
+            average: The one with averaged weights, if there is one.
+            optimizer: The model's optimizer, as accelerate has prepared it.
+            configured_batch: The total batch that the settings come to as they are.
+        """
+        config, path = to_plain(self.config), self.resume_path
+
+        def resume(path: Path) -> None:
+            require(path.is_dir(), f"{self.path} is not the same on all machines: name a folder that they share")
+            if self.config.run.resume == "auto":
+                check_unchanged(read_plain(self.path / RUN_CONFIG), config, configured_batch == progress.total_batch)
+            restore(path, model, average, optimizer, self.accelerator)
+
+        def write() -> None:
+            self.checkpoints.resume_from(progress)
+            atomic_write_bytes(self.path / RUN_CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
+            for name, content in notes.items():
+                atomic_write_json(self.path / f"{name}.json", content)
+
+        if path is not None:
+            run_on_all(self.accelerator, lambda: resume(path))
+        run_on_main(self.accelerator, write)
+
+    def save(self, progress: Progress, model: nn.Module, average: nn.Module | None, optimizer: Any) -> None:
+        """Write a checkpoint; arguments as for begin."""
+        if not is_sharded(model):
+            run_on_main(
+                self.accelerator,
+                lambda: self.checkpoints.save(progress, pack(model, average, optimizer, self.accelerator)),
+            )
+            return
+        aside = run_on_main(self.accelerator, lambda: self.checkpoints.prepare(progress.step))
+
+        def write() -> Any:
+            with disk_full_errors(aside):
+                return save_shards(aside, model, optimizer, self.accelerator)
+
+        parts = run_on_all(self.accelerator, write)
+        written = {name: entry for entries, _ in parts for name, entry in entries.items()}
+        run_on_main(self.accelerator, lambda: self.checkpoints.commit(progress, parts[0][1], written))
+
+    def note_evaluation(self, progress: Progress) -> None:
+        """Add the result of an evaluation to the newest checkpoint."""
+        run_on_main(self.accelerator, lambda: self.checkpoints.note_evaluation(progress))

@@ -1,0 +1,213 @@
+"""From a configuration to accelerate, timm's optimizer, timm's schedule and averaged weights."""
+
+import os
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from timm.layers import convert_sync_batchnorm
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from ..utils.validation import did_you_mean, require
+from .config import OptimizerConfig, RunConfig, ScheduleConfig
+
+# Those that need nothing but the step.
+SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
+
+
+def join_restarted_job() -> None:
+    """Connect the processes of a job that torchrun has restarted.
+
+    The store in which they find each other is that of the former attempt, with the addresses of processes that are
+    gone. Under a prefix of their own, they do not see them.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False)
+    prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size)
+
+
+def make_accelerator(run: RunConfig) -> Accelerator:
+    """One process or many, as the launcher says.
+
+    Args:
+        run: How the machine is used.
+    """
+    if run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    join_restarted_job()
+    # Precision is shared by all accelerators of a process; a second run may want another one than the first.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        # Without this, several processes without a GPU would each train alone, and write over each other's results.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=run.precision,
+        gradient_accumulation_steps=run.grad_accum_steps,
+        log_with=list(run.trackers) or None,
+        project_dir=run.output,
+        # timm's schedules are functions of the step, and the loop says when it is.
+        step_scheduler_with_optimizer=False,
+    )
+    missing = set(run.trackers) - {str(tracker) for tracker in accelerator.log_with}
+    require(not missing, f"run.trackers names {', '.join(sorted(missing))}, which is not installed: pip install it")
+    # accelerate would train in full precision, and say nothing.
+    on_cpu = accelerator.device.type == "cpu"
+    require(run.precision != "fp16" or not on_cpu, "run.precision fp16 needs a GPU: choose bf16, or no")
+    require(
+        not run.fsdp or run.precision != "fp16",
+        "run.fsdp does not scale losses as fp16 needs it: use run.precision bf16",
+    )
+    return accelerator
+
+
+def make_eval_accelerator(precision: str) -> Accelerator:
+    """One process or many, as the launcher says, for a command that does not train.
+
+    Args:
+        precision: "no", "bf16" or "fp16".
+    """
+    join_restarted_job()
+    # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
+    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
+    # accelerate would compute in full precision, and say nothing.
+    on_cpu = accelerator.device.type == "cpu"
+    require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
+    return accelerator
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """Where a command that does not train is to compute.
+
+    Args:
+        name: What the user calls it, such as cpu or cuda; None = the best there is.
+    """
+    if name is None:
+        return PartialState().device
+    try:
+        device = torch.device(name)
+        # The meta device, for one, has no numbers.
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        problem = " ".join(str(error).split())[:100]
+        raise ValueError(f"device {name!r} cannot be used here ({problem}): choose another one, such as cpu") from error
+    return device
+
+
+def enable_grad_checkpointing(model: Any) -> None:
+    """Have a model compute activations twice instead of keeping them. Some of timm's have a method that refuses to."""
+    try:
+        model.set_grad_checkpointing()
+    except (AttributeError, AssertionError) as error:
+        raise ValueError(f"run.grad_checkpointing: {type(model).__name__} cannot do so, train it without") from error
+
+
+def convert_batch_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """The model with batch norms that see the images of all processes; the same model if there is one process."""
+    if accelerator.num_processes == 1:
+        return model
+    require(
+        accelerator.device.type != "cpu",
+        "run.sync_batch_norm needs processes with a GPU each: leave it out, or use one process",
+    )
+    # timm's own: torch's would lose the activations that timm has in its norms.
+    return convert_sync_batchnorm(model)
+
+
+def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Shard the parameters of a model over the processes, block by block, in place.
+
+    Our blocks, and nearly all of timm's, are of classes called …Block.
+
+    Args:
+        model: The model; it is moved to the accelerator's device.
+        accelerator: The processes.
+    """
+    blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
+    require(len(blocks) > 0, f"run.fsdp finds no blocks to shard by in {type(model).__name__}: train it without")
+    if not torch.distributed.is_initialized():
+        # A run that was started on several processes may be resumed on one.
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    model.to(accelerator.device)
+    # From the inside out, as fully_shard wants it: blocks may hold blocks.
+    for block in reversed(blocks):
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model
+
+
+def scaled(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float:
+    """A learning rate for the total batch at hand."""
+    return rate * total_batch / optimizer.lr_base_size if optimizer.lr_base_size else rate
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int) -> Optimizer:
+    """timm's optimizer, with its parameter groups."""
+    known = [str(name) for name in list_optimizers()]
+    hint = did_you_mean(config.name, known) or "try adamw, lamb, lion or sgd"
+    require(config.name.lower() in known, f"timm has no optimizer called {config.name!r}: {hint}")
+    second_order = get_optimizer_info(config.name.lower()).second_order
+    require(not second_order, f"optimizer {config.name} needs second derivatives, which are not computed: try adamw")
+    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps} if "adam" in config.name.lower() else {}
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=config.name,
+            lr=scaled(config.lr, config, total_batch),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            layer_decay=config.layer_decay,
+            **options,
+        )
+    except (AssertionError, ImportError) as error:
+        # Some of timm's optimizers want a GPU, or a package that timm does not ask for.
+        raise ValueError(f"optimizer {config.name} cannot be used here ({error}): choose another one") from error
+
+
+def make_scheduler(
+    optimizer: Optimizer, schedule: ScheduleConfig, rates: OptimizerConfig, total_batch: int, steps_per_epoch: int
+) -> tuple[Scheduler, int]:
+    """timm's schedule, which is a function of the step, and the number of steps."""
+    hint = did_you_mean(schedule.name, SCHEDULES) or f"try {', '.join(SCHEDULES)}"
+    require(schedule.name in SCHEDULES, f"there is no schedule called {schedule.name!r}: {hint}")
+    unit, length = (steps_per_epoch, schedule.epochs) if schedule.steps is None else (1, schedule.steps)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=schedule.name,
+        num_epochs=length,
+        warmup_epochs=cast(int, schedule.warmup),  # timm takes parts of an epoch, too
+        cooldown_epochs=schedule.cooldown,
+        decay_epochs=schedule.milestones[0] if schedule.milestones else length,
+        decay_milestones=schedule.milestones,
+        decay_rate=schedule.decay_rate,
+        min_lr=scaled(schedule.min_lr, rates, total_batch),
+        warmup_lr=scaled(schedule.warmup_lr, rates, total_batch),
+        step_on_epochs=False,
+        updates_per_epoch=unit,
+    )
+    assert scheduler is not None
+    return scheduler, unit * (length + schedule.cooldown)
+
+
+def make_ema(model: nn.Module, run: RunConfig, total_batch: int) -> ModelEmaV3 | None:
+    """Averaged weights, if they are wanted."""
+    if run.ema_decay is None:
+        return None
+    power = total_batch / run.ema_batch_size if run.ema_batch_size else 1.0
+    return ModelEmaV3(model, decay=run.ema_decay**power)

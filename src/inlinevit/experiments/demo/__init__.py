@@ -1,0 +1,92 @@
+"""`inlinevit demo`: softmax, linear and InLine attention side by side, in minutes, on images that need no download."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from ...engine.config import MOST_STEPS, OptimizerConfig, RunConfig, ScheduleConfig
+from ...tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig, ModelConfig
+from ...utils.validation import Range, check_value, require
+
+__all__ = ["ATTENTIONS", "demo", "demo_config"]
+
+ATTENTIONS = ("softmax", "linear", "inline")
+
+
+def demo_config(
+    attention: str, *, output: str = "runs/embedded", data: str = "embedded", seed: int = 0, steps: int = 900
+) -> ClassificationConfig:
+    """The run of one of the demo's models; they differ in attention and output only.
+
+    Args:
+        attention: One of ATTENTIONS.
+        output: Folder of the run's results.
+        data: See demo().
+        seed: See demo().
+        steps: See demo().
+    """
+    return ClassificationConfig(
+        data=DataConfig(path=data, batch_size=50, workers=0),
+        augment=AugmentConfig.mirrored_only(),
+        model=ModelConfig(
+            name="inline_deit_tiny",
+            img_size=28,
+            in_chans=1,
+            crop_pct=1.0,
+            drop_path_rate=0.0,
+            kwargs={
+                "attention": attention,
+                "patch_size": 4,
+                "embed_dim": 64,
+                "depth": 3,
+                "num_heads": 4,
+                "class_token": False,
+                "global_pool": "avg",
+            },
+        ),
+        optimizer=OptimizerConfig(lr=4e-3, lr_base_size=0, clip_grad=1.0),
+        schedule=ScheduleConfig(steps=steps, warmup=steps // 10, min_lr=4e-5, warmup_lr=4e-5),
+        run=RunConfig(
+            output=output,
+            seed=seed,
+            eval_every=max(1, steps // 6),
+            log_every=max(1, steps // 30),
+            checkpoint_steps=max(1, steps // 6),
+            keep_checkpoints=1,
+        ),
+    )
+
+
+def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps: int = 900) -> Path:
+    """Train a small softmax, a plain linear and an InLine vision transformer side by side, and report on them.
+
+    They see the same images in the same order, for the same number of steps. A demo that was interrupted goes on where
+    it was when it is run again; one that is finished, or was begun with other settings, is run anew.
+
+    Args:
+        output: Folder of the results: report.html, report.json, figures/, and a folder for each model.
+        data: "embedded", the Fashion-MNIST images that come with this package; or fashion-mnist:FOLDER, with the
+            folder of its four .gz files, for all of them.
+        seed: Decides initial weights, order of the data and augmentation.
+        steps: Training steps of each model.
+
+    Returns:
+        The path of report.html.
+    """
+    is_known = data == "embedded" or data.startswith("fashion-mnist:")
+    require(is_known, f"data is {data!r}: it should be embedded, or fashion-mnist:FOLDER")
+    require(os.environ.get("WORLD_SIZE", "1") == "1", "the demo runs in one process: start it without a launcher")
+    check_value("steps", steps, int, Range(1, MOST_STEPS))
+    require(bool(output.strip()), "output is empty: name a folder, or leave it out")
+    folder = Path(output)
+    configs = {
+        attention: demo_config(attention, output=str(folder / attention), data=data, seed=seed, steps=steps)
+        for attention in ATTENTIONS
+    }
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"Three small vision transformers, {steps} training steps each: {', '.join(ATTENTIONS)} attention.")
+    # Imported here, so that the line above comes at once: what follows takes seconds to load.
+    from .compare import compare
+
+    return compare(folder, configs, console)

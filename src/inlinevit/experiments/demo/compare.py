@@ -1,0 +1,168 @@
+"""Training, timing and testing the demo's models, and reporting on them."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from ...analysis.analyze import Effort, Subject, analyze
+from ...analysis.sections import Analysis, analysis_sections
+from ...benchmark.timing import interleave
+from ...engine.config import to_plain
+from ...engine.setup import make_optimizer
+from ...engine.trainer import Trainer
+from ...report import STYLES, Report
+from ...tasks.classification.config import ClassificationConfig
+from ...tasks.classification.evaluate import evaluate
+from ...tasks.classification.metrics import Evaluation
+from ...tasks.classification.sources import ArraySource
+from ...tasks.classification.task import Classification
+from ...utils.atomic import atomic_write_json
+from .sections import Candidate, comparison_sections, settings_section
+
+# Turns that each model has while steps are timed.
+TIMED_ROUNDS = 25
+STATE_FILE = "demo.json"
+FIGURES = "figures"
+# How much is looked at inside the models.
+EFFORT = Effort(images=200, confusion_images=50, batch_size=50)
+
+
+def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: Console) -> Path:
+    """Train models that differ in their attention, and write a report that compares them.
+
+    Args:
+        folder: Where the report goes.
+        configs: Their runs, by attention.
+        console: Where to say how it goes.
+
+    Returns:
+        The path of the page.
+    """
+    started = time.monotonic()
+    # Data that cannot be read are refused before anything is written.
+    tasks = {attention: Classification(config) for attention, config in configs.items()}
+    settings = {attention: to_plain(config) for attention, config in configs.items()}
+    make_ready(folder, settings, console)
+    trainers = {}
+    for number, (attention, task) in enumerate(tasks.items(), start=1):
+        console.print(f"{number} of {len(tasks)}: training with {attention} attention")
+        trainers[attention] = Trainer(task, configs[attention])
+        trainers[attention].run()
+    seconds = time_steps(tasks, trainers, console)
+    candidates = {}
+    for attention, task in tasks.items():
+        evaluation, predictions = examine(task, trainers[attention])
+        metrics = (Path(configs[attention].run.output) / "metrics.jsonl").read_text()
+        candidates[attention] = Candidate(
+            parameters=sum(parameter.numel() for parameter in trainers[attention].unwrapped_model.parameters()),
+            evaluation=evaluation,
+            predictions=predictions,
+            history=[json.loads(line) for line in metrics.splitlines()],
+            batch_size=configs[attention].data.batch_size,
+            step_seconds=seconds[attention],
+        )
+    report = Report(
+        "Three kinds of attention, side by side",
+        "Vision transformers that differ in nothing but their attention were trained on the same images, in the same "
+        "order, for the same number of steps, and tested on images that they had not seen.",
+    )
+    source = task.eval_source
+    assert isinstance(source, ArraySource)
+    for section in comparison_sections(candidates, source):
+        report.add(section)
+    analyses = [look_inside(attention, task, trainers[attention], console) for attention, task in tasks.items()]
+    for section in analysis_sections(analyses):
+        report.add(section)
+    report.add(settings_section(settings, len(task.train_source)))
+    path = report.write(folder)
+    report.save_drawings(folder / FIGURES)
+    atomic_write_json(folder / STATE_FILE, {"state": "finished", "settings": settings})
+    console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
+    return path
+
+
+def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None:
+    """Make the folder ready: as it is, to go on with an interrupted demo; without old results, to begin anew."""
+    file = folder / STATE_FILE
+    before = read_state(file)
+    if before == {"state": "running", "settings": settings}:
+        console.print(f"{folder} holds a demo that was interrupted: it goes on from there")
+        return
+    if before is not None:
+        console.print(f"{folder} holds a demo already: it is run anew, and the old results go")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} holds something else than a demo: name a new folder with --output")
+    # A demo that is killed while it clears the folder leaves nothing to go on with, so the next one clears it again.
+    atomic_write_json(file, {"state": "clearing", "settings": settings})
+    for name in (*settings, FIGURES):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("report.html", "report.json"):
+        (folder / name).unlink(missing_ok=True)
+    atomic_write_json(file, {"state": "running", "settings": settings})
+
+
+def read_state(file: Path) -> dict[str, Any] | None:
+    """What a demo before has left; None if there was none, or the file is not of a demo."""
+    try:
+        state = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return state if isinstance(state, dict) and set(state) == {"state", "settings"} else None
+
+
+def time_steps(
+    tasks: Mapping[str, Classification], trainers: Mapping[str, Trainer], console: Console
+) -> dict[str, list[float]]:
+    """How long training steps of fresh models take that all see the same images, in seconds."""
+    steps = {attention: make_step(task, trainers[attention]) for attention, task in tasks.items()}
+    return interleave(steps, rounds=TIMED_ROUNDS, console=console)
+
+
+def make_step(task: Classification, trainer: Trainer) -> Callable[[], None]:
+    """A training step of a fresh model, again and again with the same images."""
+    model = task.build_model().to(trainer.accelerator.device).train()
+    optimizer = make_optimizer(model, task.config.optimizer, trainer.total_batch)
+    batch = send_to_device(next(trainer.data.batches(0, 0)), trainer.accelerator.device)
+
+    def step() -> None:
+        task.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def look_inside(attention: str, task: Classification, trainer: Trainer, console: Console) -> Analysis:
+    """Where the attention of a trained model goes, on some of the test images."""
+    model = trainer.unwrapped_model.eval()
+    subject = Subject(STYLES[attention].name, attention, model, task.spec, task.num_classes)
+    return analyze(subject, task.eval_source, EFFORT, console)
+
+
+def examine(task: Classification, trainer: Trainer) -> tuple[Evaluation, NDArray[np.int64]]:
+    """How well a trained model does, and the class that it gives to each test image: (images,)."""
+    assert isinstance(task.eval_source, ArraySource)
+    predictions: list[Tensor] = []
+    model = trainer.unwrapped_model.eval()
+    hook = model.register_forward_hook(lambda _module, _images, logits: predictions.append(logits.argmax(dim=1).cpu()))
+    evaluation = evaluate(
+        model,
+        task.eval_source,
+        task.spec,
+        task.config.data,
+        trainer.accelerator,
+        task.num_classes,
+        show_progress=True,
+    )
+    hook.remove()
+    return evaluation, torch.cat(predictions).numpy()

@@ -1,0 +1,126 @@
+"""One run: its training, and what it leaves in its folder."""
+
+import fcntl
+import json
+import shutil
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ...engine.trainer import Diverged, Stopped, Trainer
+from ...tasks.classification.config import ClassificationConfig
+from ...tasks.classification.task import Classification
+from ...utils.atomic import atomic_write_json, make_output_dir
+
+RESULTS, DIVERGED, TIME, LOCK, LOG = "results.json", "diverged.json", "time.json", ".lock", "training.log"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a run.
+
+    Attributes:
+        top1: Percent of the test images that are told right at the end; None if it diverged.
+        loss: Mean loss on the test images; None if it diverged.
+        diverged_step: In which step it diverged; None if it did not.
+        diverged_what: How that showed.
+        seconds: Wall time; None if it is not known.
+        cpu_seconds: Processor time.
+    """
+
+    top1: float | None = None
+    loss: float | None = None
+    diverged_step: int | None = None
+    diverged_what: str | None = None
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+
+    @property
+    def words(self) -> str:
+        """For a line or a cell of a table."""
+        return f"{self.top1:.2f}" if self.top1 is not None else f"diverged in step {self.diverged_step}"
+
+
+class Ended(NamedTuple):
+    """How an attempt at a run ended.
+
+    Attributes:
+        how: "elsewhere" = another process is training it.
+        error: Why it failed.
+    """
+
+    how: Literal["finished", "elsewhere", "failed"]
+    error: str = ""
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """What came out of the run in a folder; None if it is not finished."""
+    times = read_json(folder / TIME) if (folder / TIME).exists() else {}
+    seconds, cpu_seconds = times.get("seconds"), times.get("cpu_seconds")
+    if (folder / RESULTS).exists():
+        metrics = read_json(folder / RESULTS)["metrics"]
+        return Outcome(metrics["top1"], metrics["loss"], seconds=seconds, cpu_seconds=cpu_seconds)
+    if not (folder / DIVERGED).exists():
+        return None
+    # The training loop tells about the step in which it gave up.
+    reports = sorted(folder.glob("diverged-step-*/report.json"))
+    if not reports:
+        raise ValueError(f"{folder / DIVERGED} stands without the report of its step: remove it to train the run anew")
+    report = read_json(reports[0])
+    return Outcome(diverged_step=report["step"], diverged_what=report["what"], seconds=seconds, cpu_seconds=cpu_seconds)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What a run has left in a file."""
+    try:
+        return json.loads(file.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is damaged: remove the folder {file.parent} to train this run anew") from error
+
+
+def train_cell(config: ClassificationConfig) -> Ended:
+    """Train a run to its end, from where it is, unless it is finished or in the hands of another process.
+
+    Raises:
+        Stopped: A signal asked for it; there is a checkpoint to go on from.
+    """
+    folder = Path(config.run.output)
+    make_output_dir(folder)
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Ended("elsewhere")
+        if read_outcome(folder) is not None:
+            return Ended("finished")
+        # Several runs at a time would write over one another on the terminal.
+        with (folder / LOG).open("a") as log, redirect_stderr(log), timed(folder / TIME):
+            try:
+                Trainer(Classification(config), config).run()
+            except Stopped:
+                raise
+            except Diverged as error:
+                atomic_write_json(folder / DIVERGED, {"what": str(error)})
+            except Exception as error:
+                traceback.print_exc()
+                message = " ".join(str(error).split()).removesuffix(".")
+                return Ended("failed", f"{type(error).__name__}: {message} (see {folder / LOG})")
+        # Weights are left; what a finished run does not need to go on is not.
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return Ended("finished")
+
+
+@contextmanager
+def timed(file: Path) -> Iterator[None]:
+    """A context whose wall time and processor time are added to those in a file."""
+    wall, cpu = time.monotonic(), time.process_time()
+    try:
+        yield
+    finally:
+        before = read_json(file) if file.exists() else {"seconds": 0.0, "cpu_seconds": 0.0}
+        spent = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
+        atomic_write_json(file, {name: before[name] + value for name, value in spent.items()})

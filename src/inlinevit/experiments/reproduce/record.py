@@ -1,0 +1,194 @@
+"""All runs of a folder as one record, and what follows from it: means, spreads, verdicts on claims."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+
+from ...benchmark.machine import pinned_threads
+from ...engine.config import from_plain
+from ...report import environment
+from ...tasks.classification.model import build_model
+from ...utils.atomic import atomic_write_json
+from .cells import Outcome, read_outcome
+from .studies import STUDIES, Cell, Claim, Run, Study, cell_config, cells_of
+
+# So many standard errors make a difference.
+STANDARD_ERRORS = 2
+
+
+@dataclass
+class CellRecord:
+    """The runs of a cell.
+
+    Attributes:
+        options: Arguments of its model.
+        parameters: How many the model has; None before the first run.
+        runs: What came out, by seed; those that are not finished are missing.
+    """
+
+    options: dict[str, Any]
+    parameters: int | None = None
+    runs: dict[int, Outcome] = field(default_factory=dict)
+
+    @cached_property
+    def top1(self) -> list[float]:
+        """Of the runs that did not diverge, in the order of seeds."""
+        return [run.top1 for _, run in sorted(self.runs.items()) if run.top1 is not None]
+
+    @property
+    def diverged(self) -> list[int]:
+        """The steps in which runs diverged, in the order of seeds."""
+        return [run.diverged_step for _, run in sorted(self.runs.items()) if run.diverged_step is not None]
+
+    @property
+    def squared_error(self) -> float:
+        """The square of the standard error of the mean accuracy."""
+        return stdev(self.top1) ** 2 / len(self.top1)
+
+    @property
+    def minutes(self) -> float | None:
+        """Mean wall time of the runs that did not diverge."""
+        seconds = [run.seconds for run in self.runs.values() if run.top1 is not None and run.seconds is not None]
+        return mean(seconds) / 60 if seconds else None
+
+
+@dataclass
+class Record:
+    """What came out of studies.
+
+    Attributes:
+        settings: Steps and images of a run, seeds by study, runs at a time.
+        cells: By key; each once, although several studies may have it.
+        facts: What report.environment() tells.
+    """
+
+    settings: dict[str, Any]
+    cells: dict[str, CellRecord]
+    facts: dict[str, Any] = field(default_factory=environment)
+
+    @property
+    def core_hours(self) -> float:
+        """Processor time of all runs, of which it is known."""
+        return sum(run.cpu_seconds or 0.0 for cell in self.cells.values() for run in cell.runs.values()) / 3600
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        cells = {key: asdict(cell) for key, cell in self.cells.items()}
+        for cell in cells.values():
+            cell["runs"] = {str(seed): without_none(run) for seed, run in cell["runs"].items()}
+        studies = {name: [cell.key for cell in study.cells] for name, study in STUDIES.items()}
+        atomic_write_json(path, {**self.facts, "settings": self.settings, "studies": studies, "cells": cells})
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What there is."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def read_record(path: Path) -> Record:
+    """What Record.write() has written."""
+    content = json.loads(path.read_text())
+    cells = {}
+    for key, cell in content.pop("cells").items():
+        runs = {int(seed): from_plain(Outcome, run) for seed, run in cell["runs"].items()}
+        cells[key] = CellRecord(cell["options"], cell["parameters"], runs)
+    del content["studies"]
+    return Record(content.pop("settings"), cells, content)
+
+
+def gather(output: Path, *, seeds: Mapping[str, int], steps: int, jobs: int) -> Record:
+    """The record of all runs in a folder.
+
+    Args:
+        output: The folder.
+        seeds: How often the cells of each study are to be trained.
+        steps: Training steps of each run.
+        jobs: Runs at a time.
+    """
+    cells = {}
+    for cell in cells_of(STUDIES.values()):
+        config = cell_config(cell, steps=steps)
+        record = cells[cell.key] = CellRecord(config.model.kwargs)
+        for run in found_runs(output, cell):
+            outcome = read_outcome(output / run.name)
+            if outcome is not None:
+                record.runs[run.seed] = outcome
+                classes = len(json.loads((output / run.name / "classes.json").read_text()))
+        if record.runs:
+            with torch.device("meta"):
+                model = build_model(config.model, classes)
+            record.parameters = sum(parameter.numel() for parameter in model.parameters())
+    settings = {"steps": steps, "batch_size": config.data.batch_size, "jobs": jobs, "seeds": dict(seeds)}
+    with pinned_threads(1):
+        return Record(settings, cells)
+
+
+def found_runs(output: Path, cell: Cell) -> list[Run]:
+    """The runs of a cell that have a folder."""
+    seeds = [folder.name.removeprefix(Run(cell, 0).name[:-1]) for folder in output.glob(f"{cell.key}-seed*")]
+    return [Run(cell, seed) for seed in sorted(int(text) for text in seeds if text.isdecimal())]
+
+
+class Verdict(NamedTuple):
+    """What the runs say of a claim.
+
+    Attributes:
+        word: "holds", "does not hold", "within noise", "diverged alike" or "not known".
+        difference: Mean accuracy of the better less that of the worse, as the claim calls them; None if they cannot be
+            compared.
+        noise: STANDARD_ERRORS of that difference; None without several seeds.
+        reason: Why the word does not follow from the difference; "" if it does.
+    """
+
+    word: str
+    difference: float | None = None
+    noise: float | None = None
+    reason: str = ""
+
+
+# The verdict on a claim of several pairs is the first of these that a pair has.
+WORST_FIRST = ("does not hold", "not known", "diverged alike", "within noise", "holds")
+
+
+def judge(claim: Claim, record: Record, study: Study) -> list[Verdict]:
+    """A verdict for each pair of a claim; that on the claim itself is worst()."""
+    labels = {cell.key: cell.label for cell in study.cells}
+    return [
+        judge_pair(record.cells[better], record.cells[worse], labels[better], labels[worse])
+        for better, worse in claim.pairs
+    ]
+
+
+def worst(verdicts: list[Verdict]) -> str:
+    """The word for several pairs together."""
+    return min((verdict.word for verdict in verdicts), key=WORST_FIRST.index)
+
+
+def judge_pair(better: CellRecord, worse: CellRecord, better_label: str, worse_label: str) -> Verdict:
+    """Whether one cell is better than another."""
+    if not better.runs or not worse.runs:
+        return Verdict("not known", reason="runs are missing")
+    if better.diverged or worse.diverged:
+        shares = [len(cell.diverged) / len(cell.runs) for cell in (better, worse)]
+        reason = " and ".join(
+            f"{label} diverged in {len(cell.diverged)} of {len(cell.runs)}"
+            for cell, label in ((better, better_label), (worse, worse_label))
+            if cell.diverged
+        )
+        alike = shares[0] == shares[1]
+        return Verdict(
+            "diverged alike" if alike else "holds" if shares[0] < shares[1] else "does not hold", reason=reason
+        )
+    difference = mean(better.top1) - mean(worse.top1)
+    if min(len(better.top1), len(worse.top1)) < 2:
+        return Verdict("not known", difference, reason="one seed has no spread")
+    noise = STANDARD_ERRORS * math.sqrt(better.squared_error + worse.squared_error)
+    word = "holds" if difference > noise else "does not hold" if difference < -noise else "within noise"
+    return Verdict(word, difference, noise)

@@ -1,0 +1,111 @@
+"""The record as tables, for terminals and documents."""
+
+import json
+import shlex
+from statistics import mean, stdev
+
+from ...benchmark.report import markdown_table, put_between
+from ...report import Table
+from .record import CellRecord, Record, judge, worst
+from .studies import COARSE, FINE, SOFTMAX, STUDIES, WINDOWED, Cell, Study, cell_config, plan
+
+DATA = "path/to/cifar10"
+# Recipes that `inlinevit train` takes, by model, and the cell whose run each of them is.
+RECIPES = {COARSE: "recipes/reproduce.yaml", FINE: "recipes/reproduce_16x16.yaml"}
+RECIPE_CELLS = {COARSE: SOFTMAX, FINE: WINDOWED[16, True]}
+
+
+def cells_table(name: str, record: Record) -> Table:
+    """A row for each cell of a study."""
+    study, seeds = STUDIES[name], record.settings["seeds"][name]
+    rows = []
+    for cell in study.cells:
+        found = record.cells[cell.key]
+        rows.append(
+            (
+                cell.label,
+                str(len(found.runs)) if len(found.runs) >= seeds else f"{len(found.runs)} of {seeds}",
+                accuracy_words(found),
+                f"{found.parameters:,}" if found.parameters else "–",
+                f"{found.minutes:.1f}" if found.minutes is not None else "–",
+            )
+        )
+    return Table(("attention", "seeds", "top-1 %", "parameters", "minutes a run"), rows, study.title)
+
+
+def accuracy_words(cell: CellRecord) -> str:
+    """Mean, standard deviation and single values, or how often and where it diverged."""
+    values = ", ".join(f"{value:.2f}" for value in cell.top1)
+    if cell.diverged:
+        steps = f"step{'s' if len(cell.diverged) > 1 else ''} {', '.join(f'{step:,}' for step in cell.diverged)}"
+        others = f"; the others: {values}" if values else ""
+        return f"diverged in {len(cell.diverged)} of {len(cell.runs)} seeds ({steps}){others}"
+    if not cell.top1:
+        return "–"
+    spread = f" ± {stdev(cell.top1):.2f} ({values})" if len(cell.top1) > 1 else ""
+    return f"{mean(cell.top1):.2f}{spread}"
+
+
+def claims_table(study: Study, record: Record) -> Table:
+    """What the paper expects, and whether it is so here."""
+    rows = []
+    for claim in study.claims:
+        verdicts = judge(claim, record, study)
+        rows.append(
+            (
+                claim.text,
+                ", ".join("–" if one.difference is None else f"{one.difference:+.2f}" for one in verdicts),
+                ", ".join("–" if one.noise is None else f"{one.noise:.2f}" for one in verdicts),
+                "; ".join(dict.fromkeys([worst(verdicts), *(one.reason for one in verdicts if one.reason)])),
+            )
+        )
+    return Table(("the paper expects", "difference", "two standard errors", "here"), rows, "Its claims")
+
+
+def train_command(cell: Cell, seed: int = 0) -> str:
+    """`inlinevit train` with the settings of one run."""
+    given = RECIPE_CELLS[cell.model].options
+    words = ["inlinevit", "train", "--config", RECIPES[cell.model], "--data.path", DATA]
+    for name, value in cell.options.items():
+        if given.get(name) != value:
+            words += [f"--model.kwargs.{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    config = cell_config(cell, seed=seed)
+    return shlex.join([*words, "--run.seed", str(seed), "--run.output", config.run.output])
+
+
+def study_markdown(name: str, record: Record) -> str:
+    """A study for a document: question, command, tables, and how to train each row alone."""
+    study = STUDIES[name]
+    parts = [
+        study.question,
+        f"```sh\ninlinevit reproduce {name} --data {DATA}\n```",
+        markdown_table(cells_table(name, record)),
+    ]
+    if study.claims:
+        parts.append(markdown_table(claims_table(study, record)))
+    commands = "\n".join(train_command(cell) for cell in study.cells)
+    parts.append(f"<details><summary>Each row alone, with seed 0</summary>\n\n```sh\n{commands}\n```\n\n</details>")
+    return "\n\n".join(parts) + "\n"
+
+
+def summary_markdown(record: Record) -> str:
+    """What was run, and where, for a document."""
+    settings, machine, versions = record.settings, record.facts["machine"], record.facts["versions"]
+    planned = plan(settings["seeds"])
+    finished = [run for cell in record.cells.values() for run in cell.runs.values()]
+    diverged = sum(run.diverged_step is not None for run in finished)
+    return (
+        f"{len(finished)} runs of {len(planned)} are finished, and {diverged} of them diverged. A run has "
+        f"{settings['steps']:,} steps of {settings['batch_size']} images. Together they took {record.core_hours:.1f} "
+        f"core-hours of processor time, {settings['jobs']} at a time with {machine['threads']} thread each, on "
+        f"{machine['cores']} cores ({machine['system']}), with torch {versions['torch']}, timm {versions['timm']} and "
+        f"Python {versions['python']}.\n"
+    )
+
+
+def rewritten(page: str, record: Record) -> str:
+    """A document with the record between its marks: <!-- reproduce -->, and <!-- reproduce-NAME --> for each study."""
+    page = put_between(page, "reproduce", summary_markdown(record))
+    for name in STUDIES:
+        page = put_between(page, f"reproduce-{name}", study_markdown(name, record))
+    return page

@@ -1,0 +1,297 @@
+"""Models of ours and of timm's, by name: what all tasks need to know to make one."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models import build_model_with_cfg, get_pretrained_cfg, is_model, model_entrypoint, split_model_name_tag
+from torch import Tensor, nn
+
+from ..utils.memory import require_memory_for_images, require_memory_for_model
+from ..utils.validation import did_you_mean, shorten
+from ._weight_files import FLOATS, classes_of_head, describe, one_line, require_floats
+
+# What timm takes besides the arguments of a model: the commands see to these.
+NO_OPTIONS = {
+    *inspect.signature(timm.create_model).parameters,
+    *inspect.signature(build_model_with_cfg).parameters,
+    "features_only",
+    "out_indices",
+    "device",
+    "dtype",
+}
+# Arguments that say which weights a model gets.
+WEIGHT_ARGUMENTS = ("pretrained", "pretrained_cfg_overlay")
+
+# Arguments of timm.create_model that say where weights come from: addresses, files, folders.
+WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a model that neither we nor timm have, and name those that are called alike."""
+    if ":" in name:
+        # timm would fetch what such a name says, or read it from a folder.
+        raise ValueError(
+            f"{name!r:.100} names a source, but a model is named by its architecture: see `inlinevit models`"
+        )
+    if not is_model(name):
+        near = did_you_mean(split_model_name_tag(name)[0], timm.list_models())
+        hint = near or "`inlinevit models` lists ours, timm.list_models() all"
+        raise ValueError(f"there is no model called {name!r}: {hint}")
+    try:
+        get_pretrained_cfg(name)
+    except RuntimeError as error:
+        base, tag = split_model_name_tag(name)
+        tags = sorted(published.partition(".")[2] for published in timm.list_pretrained(f"{base}.*"))
+        raise ValueError(
+            f"{base} has no published weights called {tag!r}: choose among {', '.join(tags) or 'none'}"
+        ) from error
+
+
+def is_ours(name: str) -> bool:
+    """Whether a model is of this library."""
+    return model_entrypoint(split_model_name_tag(name)[0]).__module__.startswith(f"{__package__.partition('.')[0]}.")
+
+
+def create_model(
+    name: str,
+    arguments: dict[str, Any],
+    *,
+    optional: dict[str, Any],
+    options: dict[str, Any],
+    own_words: dict[str, str],
+    when_refused: Callable[[str], None] = lambda argument: None,
+) -> nn.Module:
+    """A model, with those arguments that not all models take only where they are taken.
+
+    Args:
+        name: What timm calls it.
+        arguments: What timm.create_model is given.
+        optional: What it is given as well, if the model takes it; None = nothing.
+        options: The user's model.kwargs.
+        own_words: Arguments that must not stand there, each with the field of `model` that is for it.
+        when_refused: Is told the optional arguments that the model does not take.
+
+    Raises:
+        ValueError: There is no such option.
+    """
+    for option in options:
+        if option in WEIGHT_OPTIONS:
+            raise ValueError(f"{option} stands in model.kwargs: name weights with model.checkpoint instead")
+        if option in own_words:
+            raise ValueError(f"{option} stands in model.kwargs: set model.{own_words[option]} instead")
+        if option in NO_OPTIONS:
+            raise ValueError(f"{option} stands in model.kwargs, but is not an option of a model: leave it out")
+    # timm passes over those that are None.
+    taken = dict(optional)
+    given = {**options, **{argument: value for argument, value in optional.items() if argument == "img_size" and value}}
+    if side := optional.get("img_size"):
+        require_memory_for_images(1, arguments.get("in_chans", 3), side, side, "choose a smaller img_size")
+    while True:
+        try:
+            if given:
+                weightless = {key: value for key, value in arguments.items() if key not in WEIGHT_ARGUMENTS}
+                require_memory_for_model(
+                    lambda: timm.create_model(name, **weightless, **taken, **options),  # noqa: B023
+                    f"{name} with {_listed(given)}",
+                    "choose smaller values",
+                )
+            return timm.create_model(name, **arguments, **taken, **options)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused is not None and refused[1] in options:
+                raise ValueError(_unknown_option(name, refused[1], own_words)) from error
+            if refused is not None and refused[1] in taken:
+                when_refused(refused[1])
+                del taken[refused[1]]
+                continue
+            # Models of timm's do not check their arguments: what they cannot be made with, they stumble over somewhere.
+            if not given or arguments.keys() & set(WEIGHT_ARGUMENTS):
+                raise
+            problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
+            raise ValueError(f"{name} cannot be made with {_listed(given)} ({problem}): correct them") from error
+
+
+def _listed(given: dict[str, Any]) -> str:
+    return ", ".join(f"{option} {shorten(value)}" for option, value in given.items())
+
+
+def _unknown_option(name: str, option: str, own_words: dict[str, str]) -> str:
+    arguments = inspect.signature(type(timm.create_model(name))).parameters
+    known = [argument for argument in arguments if argument not in own_words]
+    hint = did_you_mean(option, known) or f"there are {', '.join(known)}"
+    return f"{name} has no option {option!r}, which stands in model.kwargs: {hint}"
+
+
+def create_published(name: str, create: Callable[[], nn.Module]) -> nn.Module:
+    """A model with its published weights.
+
+    Args:
+        name: What timm calls it.
+        create: Makes it, and fetches them.
+    """
+    try:
+        return create()
+    except OSError as error:
+        raise OSError(
+            f"the published weights of {name} cannot be fetched ({' '.join(str(error).split())[:200]}): check "
+            "the connection, or name a file that holds them as checkpoint"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(f"{name} has no published weights ({error}): name a file as checkpoint") from error
+
+
+def create_from_weights(
+    file: str,
+    name: str,
+    weights: dict[str, Tensor],
+    classes: int | None,
+    create: Callable[..., nn.Module],
+    *,
+    whole: bool,
+) -> nn.Module:
+    """A model of timm's with the weights of a file.
+
+    Args:
+        file: For messages.
+        name: What timm calls it.
+        weights: The weights in the file.
+        classes: How many classes they are for; None = as many as the published ones.
+        create: Makes it, given arguments of timm.create_model that name weights, or none.
+        whole: Whether all of the model must be in the file; timm loads some models without being strict.
+    """
+    require_floats(weights, file)
+    # timm's own way to published weights: it knows how each family's are resized and which channels they are for.
+    overlay: dict[str, Any] = {"label_offset": 0}
+    if classes is not None:
+        overlay["num_classes"] = classes
+    try:
+        # timm takes names out of the dictionary that it is given.
+        model = create(pretrained=True, pretrained_cfg_overlay={**overlay, "state_dict": dict(weights)})
+        if whole and model.state_dict().keys() - weights.keys():
+            # Under the model's names or others: what is not loaded is random, and comes out differently again.
+            with torch.random.fork_rng(devices=[]):
+                again = create(pretrained=True, pretrained_cfg_overlay={**overlay, "state_dict": dict(weights)})
+            _require_equal(model.state_dict(), again.state_dict())
+    # timm's functions for published weights fail in many ways on others.
+    except Exception as error:
+        # If the arguments are to blame, this says so.
+        create()
+        problem = " ".join(str(error).split())
+        raise ValueError(
+            f"{file} does not hold the weights of {name} ({type(error).__name__}: {problem[:200]}): choose the model "
+            "that the file was made for"
+        ) from error
+    return model
+
+
+def _require_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    random = [name for name, value in first.items() if not torch.equal(value.nan_to_num(), second[name].nan_to_num())]
+    if random:
+        raise KeyError(f"{random[0]} is not in it")
+
+
+def share_taken(model: nn.Module, weights: dict[str, Tensor]) -> float:
+    """Share of a model's matrices and kernels that are among some weights, under whatever names."""
+    known = {(weight.shape, _sum(weight)) for weight in weights.values()}
+    own = [parameter.detach() for parameter in model.parameters() if parameter.dim() > 1]
+    return sum((weight.shape, _sum(weight)) in known for weight in own) / len(own)
+
+
+def _sum(weight: Tensor) -> float:
+    """A number by which a weight is recognised in a model, whose precision may be lower."""
+    return weight.float().nan_to_num().double().sum().item()
+
+
+def load_weights(
+    model: nn.Module, weights: dict[str, Tensor], file: str | Path, *, by_class: Sequence[str] = ()
+) -> None:
+    """Load the weights of a whole model, which must fit.
+
+    Args:
+        model: The model; it is left as it was if they do not.
+        weights: Its weights, or those of another one of its kind.
+        file: Where they come from, for messages.
+        by_class: Layers whose width is the number of classes, by a part of their names: where it differs, they keep
+            their random weights, with a warning.
+    """
+    own = model.state_dict()
+    layers = {name.rpartition(".")[0] for name in own if any(f".{layer}." in f".{name}" for layer in by_class)}
+    new = {name for layer in layers for name in _new_weights(layer, own, weights)}
+    misfits = sorted(name for name in own.keys() | weights.keys() if name not in new and not _fits(name, own, weights))
+    if misfits:
+        first = misfits[0]
+        found, wanted = weights.get(first), own.get(first)
+        raise ValueError(
+            f"{file} does not hold the weights of this model (such as {one_line(first)}, which is "
+            f"{'missing' if found is None else _shown(found, wanted)} in place of "
+            f"{'nothing' if wanted is None else _shown(wanted, found)}): choose weights that were made with the same "
+            "settings"
+        )
+    if new:
+        first = sorted(new)[0]
+        warnings.warn(
+            f"{file} is for another number of classes ({first} has {len(weights[first])} rows in place of "
+            f"{len(own[first])}): the last layers start from random weights",
+            stacklevel=2,
+        )
+    model.load_state_dict({name: weight for name, weight in weights.items() if name not in new}, strict=False)
+
+
+def _shown(value: Tensor, other: Tensor | None) -> str:
+    """The shape of a weight, or its type as well where the shape is not what differs from another one."""
+    return describe(value) if other is not None and value.shape == other.shape else str(tuple(value.shape))
+
+
+def _fits(name: str, own: dict[str, Tensor], weights: dict[str, Tensor]) -> bool:
+    """Whether a weight of a file can take its place in a model."""
+    if name not in own or name not in weights:
+        return False
+    found, wanted = weights[name], own[name]
+    return found.shape == wanted.shape and (found.dtype in FLOATS) == wanted.is_floating_point()
+
+
+def _new_weights(layer: str, own: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str]:
+    """The weights of a layer if it is well-formed, but for another number of classes; none otherwise."""
+    names = [name for name in own if name.rpartition(".")[0] == layer]
+    if not all(name in weights and weights[name].dim() == own[name].dim() > 0 for name in names):
+        return []
+    rows = {len(weights[name]) for name in names}
+    alike = all(
+        weights[name].shape[1:] == own[name].shape[1:] and weights[name].dtype in FLOATS and len(own[name]) not in rows
+        for name in names
+    )
+    return names if alike and len(rows) == 1 and 0 not in rows else []
+
+
+def classes_of_weights(name: str, weights: dict[str, Tensor], file: str | Path) -> int | None:
+    """For how many classes weights have a head; None if they have none under the name that the model gives it.
+
+    Args:
+        name: What timm calls the model.
+        weights: The weights.
+        file: Where they come from, for messages.
+
+    Raises:
+        ValueError: The head is malformed.
+    """
+    found = {head: classes_of_head(weights, head, file) for head in _heads(name)}
+    numbers = {classes for classes in found.values() if classes is not None}
+    if len(numbers) > 1:
+        listed = " and ".join(f"{head} for {classes}" for head, classes in found.items())
+        raise ValueError(f"{file} has heads for different numbers of classes ({listed}): fetch or save it again")
+    return numbers.pop() if numbers else None
+
+
+def _heads(name: str) -> list[str]:
+    """What a model calls its heads; most have one."""
+    made_for = get_pretrained_cfg(name)
+    heads = made_for.classifier if made_for is not None else None
+    return [] if not heads else [heads] if isinstance(heads, str) else list(heads)

@@ -1,0 +1,1 @@
+"""The tasks: classification, detection, segmentation."""

@@ -1,0 +1,235 @@
+"""What a classification run can be told. `inlinevit train` and the recipes are these classes."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from ...engine.config import MOST_IMAGES, MOST_WORKERS, DataOptions, TrainConfig
+from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, require
+
+
+@dataclass
+class DataConfig:
+    """Where the images are, and how they are read."""
+
+    path: str = "embedded"
+    """A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either
+    kind; "embedded"; "fashion-mnist:FOLDER"; or a name that timm.data knows by its prefix: torch/cifar10, hfds/NAME,
+    wds/FOLDER."""
+    eval_path: str | None = None
+    """The images for evaluation, if they are not beside those for training."""
+    root: str | None = None
+    """Folder of the data that timm.data knows by a prefix."""
+    train_split: str | None = None
+    """Name of the split to train on, which must exist; null = train or training, or data that are not divided."""
+    eval_split: str | None = None
+    """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
+    testing, the first that exists (of hfds/ not test)."""
+    batch_size: int = 128
+    """Images in a batch of one process."""
+    workers: int = 2
+    """Processes that read images, for each training process; 0 = the training process itself."""
+    max_unreadable: int = 0
+    """Images that cannot be used are named and skipped up to this number; 0 = stop at the first."""
+    max_train_samples: int | None = None
+    """How many of the training images to use; null = all."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "data",
+            batch_size=MOST_IMAGES,
+            workers=MOST_WORKERS,
+            max_unreadable=MOST_IMAGES,
+            max_train_samples=MOST_IMAGES,
+        )
+        for name in ("path", "eval_path"):
+            kind, slash, rest = (vars(self)[name] or "").partition("/")
+            require(
+                kind not in ("torch", "hfds") or not slash or bool(rest),
+                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
+            )
+        require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
+        require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
+        require(self.max_unreadable >= 0, f"data.max_unreadable is {self.max_unreadable}: it should not be negative")
+        require(
+            self.max_train_samples is None or self.max_train_samples > 0, "data.max_train_samples should be at least 1"
+        )
+
+
+@dataclass
+class ClassificationDataOptions(DataOptions):
+    """Which images to evaluate on, where they are not those of the training run.
+
+    What is not said is as in the run, or, without a run or with other images, the default of `inlinevit train`.
+    """
+
+    places: ClassVar[tuple[str, ...]] = ("path", "eval_path")
+
+    path: str | None = None
+    """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""
+    eval_path: str | None = None
+    """The same as path: give one of them."""
+    root: str | None = None
+    """Folder of the data that timm.data knows by a prefix; null = as in the run."""
+    batch_size: int | None = None
+    """Images in a batch of one process; null = as in the run, or 128."""
+    max_unreadable: int | None = None
+    """Images that cannot be used are named and skipped up to this number; null = as in the run, or 0."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.path is None or self.eval_path is None,
+            "data.path and data.eval_path both name the images to evaluate on: give one of them",
+        )
+
+
+@dataclass
+class AugmentConfig:
+    """How training images are varied: timm's augmentation."""
+
+    scale: tuple[float, float] | None = (0.08, 1.0)
+    """Share of an image's area that a random crop takes; null = pad and crop instead, as is usual for small images."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Width to height of a random crop."""
+    crop_padding: int = 4
+    """Pixels of padding before a random crop, where scale is null."""
+    hflip: float = 0.5
+    """Share of images that are mirrored."""
+    color_jitter: float = 0.4
+    """How much brightness, contrast and saturation vary, where auto_augment is null."""
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    """A policy of timm's: RandAugment, AugMix, AutoAugment."""
+    random_erasing: float = 0.25
+    """Share of images in which a rectangle is erased."""
+    random_erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
+    """Erase with zeros, with one random colour, or with random pixels."""
+    mixup: float = 0.8
+    """Strength of mixup; 0 = none."""
+    cutmix: float = 1.0
+    """Strength of cutmix; 0 = none."""
+    mixup_switch: float = 0.5
+    """Share of batches that get cutmix instead of mixup, where both are on."""
+    label_smoothing: float = 0.1
+    """Share of a label that is spread over all classes."""
+    repeats: int = 1
+    """How often an image comes in a row, each time varied anew; an epoch has as many images as without."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "augment",
+            ratio=100,
+            crop_padding=MOST_PIXELS,
+            color_jitter=10,
+            mixup=1000,
+            cutmix=1000,
+            repeats=1000,
+        )
+        for name in ("hflip", "random_erasing", "mixup_switch", "label_smoothing"):
+            value = vars(self)[name]
+            require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
+        for name in ("mixup", "cutmix", "color_jitter", "crop_padding"):
+            value = vars(self)[name]
+            require(value >= 0, f"augment.{name} is {value}: it should not be negative")
+        require(self.repeats > 0, f"augment.repeats is {self.repeats}: it should be at least 1")
+        require(self.scale is None or 0 < self.scale[0] <= self.scale[1] <= 1, "augment.scale should be in 0 ... 1")
+        require(0 < self.ratio[0] <= self.ratio[1], "augment.ratio should rise from the narrowest to the widest")
+
+    @classmethod
+    def mirrored_only(cls, label_smoothing: float = 0.0) -> "AugmentConfig":
+        """Images as they are, half of them mirrored: for trainings too short for more."""
+        return cls(
+            scale=None,
+            crop_padding=0,
+            color_jitter=0.0,
+            auto_augment=None,
+            random_erasing=0.0,
+            mixup=0.0,
+            cutmix=0.0,
+            label_smoothing=label_smoothing,
+        )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images of a batch are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass
+class ModelConfig:
+    """The model, and the weights that it starts from."""
+
+    name: str = "inline_deit_tiny"
+    """Any model of ours or of timm's."""
+    num_classes: int | None = None
+    """null = as many as the data have."""
+    img_size: int | None = None
+    """Side of the images that the model sees; null = what the model was made for."""
+    in_chans: Literal[1, 3] = 3
+    """3 for colour images, 1 for grey ones."""
+    crop_pct: float | None = None
+    """Share of an image's side that evaluation sees; null = what the model was made for."""
+    drop_path_rate: float = 0.1
+    """Share of residual branches that are left out in training, in the last block; it rises linearly up to there."""
+    pretrained: bool = False
+    """Start from the published weights."""
+    checkpoint: str | None = None
+    """Start from the weights in a file; their size and number of classes may differ."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the model, such as attention: softmax."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model", num_classes=MOST_CLASSES, img_size=MOST_PIXELS)
+        require(self.num_classes is None or self.num_classes > 1, "model.num_classes should be at least 2")
+        require(self.img_size is None or self.img_size > 0, f"model.img_size is {self.img_size}: it should be positive")
+        require(self.crop_pct is None or 0 < self.crop_pct <= 1, "model.crop_pct should be above 0 and at most 1")
+        require(
+            not self.pretrained or self.checkpoint is None,
+            "model.pretrained and model.checkpoint each say what to start from: choose one of them",
+        )
+        require(
+            0 <= self.drop_path_rate < 1,
+            f"model.drop_path_rate is {self.drop_path_rate}: it should be from 0 to below 1",
+        )
+
+
+@dataclass
+class DistillationConfig:
+    """Learn from a teacher, too."""
+
+    teacher: str | None = None
+    """Any model of ours or of timm's; null = no teacher."""
+    checkpoint: str | None = None
+    """File with the teacher's weights; null = its published ones."""
+    kind: Literal["soft", "hard"] = "soft"
+    """Match the teacher's probabilities, or its choices."""
+    weight: float = 0.5
+    """Share of the teacher in the loss."""
+    temperature: float = 1.0
+    """Softens the probabilities to match."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "distillation", temperature=1000)
+        require(
+            self.teacher is not None or self.checkpoint is None,
+            "distillation.checkpoint is given without a teacher: name its model with --distillation.teacher",
+        )
+        require(0 <= self.weight <= 1, f"distillation.weight is {self.weight}: it should be from 0 to 1")
+        require(self.temperature > 0, f"distillation.temperature is {self.temperature}: it should be above 0")
+
+
+@dataclass
+class ClassificationConfig(TrainConfig):
+    """A whole classification run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            not self.augment.mixes or self.data.batch_size % 2 == 0,
+            f"data.batch_size is {self.data.batch_size}, but mixup pairs the images of a batch: choose an even one, or "
+            "set augment.mixup and augment.cutmix to 0",
+        )

@@ -1,0 +1,181 @@
+"""From labelled images to batches for training and for evaluation."""
+
+import warnings
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ...data.batch_plan import BatchPlan
+from ...data.images import decode_image, decompression_bomb_limit, describe_image_error
+from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
+from ...data.samplers import ShardedSampler, check_one_batch
+from .config import DataConfig
+from .shards import ShardImages, ShardSource
+from .sources import ImageSource, SubsetSource
+
+# The label of an image that cannot be used.
+NO_LABEL = -1
+
+# An image as a tensor, its label, and what was wrong with images that could not be used.
+Sample = tuple[Tensor, int, list[str]]
+
+
+class LabelledImages(Dataset[Sample]):
+    """Images as tensors, with their labels.
+
+    An image that cannot be used is a problem, which goes along with the sample for `UnreadableCounter` to see. In its
+    place comes the next image that can be used, or, if there is none among those tried, a black one without a label.
+
+    Args:
+        source: Where the images come from.
+        transform: From a PIL image to a tensor.
+        mode: Pillow's word for the colours that the model wants.
+        num_classes: Labels must be below this.
+        tries: How many images to try; 1 = never take another one.
+    """
+
+    def __init__(self, source: ImageSource, transform: Any, mode: str, num_classes: int, *, tries: int = 1) -> None:
+        self.source, self.transform, self.mode, self.num_classes = source, transform, mode, num_classes
+        self.tries = tries
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        problems: list[str] = []
+        for offset in range(min(self.tries, len(self))):
+            place = (index + offset) % len(self)
+            try:
+                image, label = self.load(place)
+            # A broken file can make Pillow raise anything.
+            except Exception as error:
+                problems.append(describe_image_error(self.source.name(place), error))
+                continue
+            return self.transform(image), label, problems
+        if self.tries > len(self):
+            raise ValueError(f"not one of {len(self)} images in a row can be used, and {problems[0]}: check the data")
+        return self.transform(Image.new(self.mode, (64, 64))), NO_LABEL, problems
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        """An image, ready for the transform, and its label; any error means that the image cannot be used."""
+        with decompression_bomb_limit():
+            opened, label = self.source.read(index)
+            with opened:
+                image = decode_image(opened, self.mode)
+        if not 0 <= label < self.num_classes:
+            raise ValueError(f"its label is {label}, but the model has {self.num_classes} classes")
+        return image, label
+
+
+class LabelledStream:
+    """Shards as a stream of labelled images; arguments as for LabelledImages."""
+
+    def __init__(self, source: ShardSource, transform: Any, mode: str, num_classes: int, *, tries: int = 1) -> None:
+        self.source, self.transform, self.mode, self.num_classes = source, transform, mode, num_classes
+        self.tries = tries
+        self.lengths = source.lengths
+        self.read = source.read
+
+    def samples(self, stored: list[dict[str, Any]]) -> LabelledImages:
+        """See Stream.samples."""
+        images = ShardImages(stored)
+        return LabelledImages(images, self.transform, self.mode, self.num_classes, tries=self.tries)
+
+
+class UnreadableCounter:
+    """Counts images that cannot be used, names them, and stops the run when they are too many.
+
+    Each process counts those that it meets.
+
+    Args:
+        limit: How many there may be.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.seen: set[str] = set()
+
+    def check(self, problems: list[str]) -> None:
+        """Note the problems of a batch."""
+        for problem in problems:
+            if problem not in self.seen:
+                self.seen.add(problem)
+                count = len(self.seen)
+                if count > self.limit:
+                    raise ValueError(
+                        f"{problem}: remove or mend it, or let it be skipped with --data.max_unreadable {count} or more"
+                    )
+                warnings.warn(f"{problem} and is skipped: {count} of at most {self.limit}", stacklevel=2)
+
+
+def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, list[str]]:
+    """Samples to a batch: images (batch, channels, height, width), labels (batch,), problems."""
+    images, labels, problems = zip(*samples, strict=True)
+    return torch.stack(images), torch.tensor(labels), [problem for several in problems for problem in several]
+
+
+def make_train_loader(
+    source: ImageSource | ShardSource,
+    transform: Any,
+    mode: str,
+    num_classes: int,
+    config: DataConfig,
+    repeats: int,
+    seed: int,
+    plan: BatchPlan,
+) -> TrainLoader:
+    """Batches (images, labels, problems) of one process, in an order that comes back.
+
+    Args:
+        source: Where the images come from.
+        transform: From a PIL image to a tensor.
+        mode: Pillow's word for the colours that the model wants.
+        num_classes: Labels must be below this.
+        config: How many images to use, and how many may be unreadable.
+        repeats: How often an image comes in a row, each time varied anew.
+        seed: The run's seed.
+        plan: Size of batches, number of workers, which share of each batch.
+    """
+    # Once more images than allowed were tried in vain, the run stops anyway.
+    tries = config.max_unreadable + 1
+    data: TrainLoader
+    if isinstance(source, ShardSource):
+        shards = source if config.max_train_samples is None else source.thinned(config.max_train_samples)
+        stream = LabelledStream(shards, transform, mode, num_classes, tries=tries)
+        data = StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
+        length = len(shards)
+    else:
+        chosen = source if config.max_train_samples is None else SubsetSource(source, config.max_train_samples)
+        images = LabelledImages(chosen, transform, mode, num_classes, tries=tries)
+        order = ShardedSampler(
+            len(images), plan.batch_size, seed=seed, process=plan.process, processes=plan.processes, repeats=repeats
+        )
+        data = ShuffledLoader(images, order, workers=plan.workers, collate=collate)
+        length = len(images)
+    check_one_batch(len(data), length, plan.batch_size, plan.processes)
+    return data
+
+
+def make_eval_loader(
+    source: ImageSource | ShardSource,
+    transform: Any,
+    mode: str,
+    num_classes: int,
+    config: DataConfig,
+    process: int,
+    processes: int,
+) -> EvalLoader:
+    """Batches (images, labels, problems) of one process; over all processes, every image comes once.
+
+    An image that cannot be used is a black one with label NO_LABEL.
+    """
+    images: LabelledImages | LabelledStream
+    if isinstance(source, ShardSource):
+        images = LabelledStream(source, transform, mode, num_classes)
+    else:
+        images = LabelledImages(source, transform, mode, num_classes)
+    dealing = {"process": process, "processes": processes}
+    return EvalLoader(images, config.batch_size, workers=config.workers, collate=collate, **dealing)

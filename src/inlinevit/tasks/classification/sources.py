@@ -1,0 +1,557 @@
+"""Where labelled images come from: folders, tar files, the embedded set, torchvision, Hugging Face, WebDataset."""
+
+import gzip
+import io
+import lzma
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from timm.data import create_dataset
+from timm.utils.misc import natural_key
+
+from ...data.images import image_extensions, open_image
+from ...utils.files import is_inside, open_regular, read_bytes
+from .config import DataConfig
+from .dataset_cards import refuse_addresses
+from .shards import ShardSource, find_shards, is_plain_file, list_files
+from .splits import EVALUATION_NAMES, SPELLINGS, TRAINING_NAMES, SplitRequest, spellings
+
+FASHION_MNIST_CLASSES = [
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+]
+# Splits of torchvision's data sets by the spellings that timm maps to them; any other name must be one of theirs.
+TORCHVISION_SPLITS = {
+    "imagenet": ("train", "val"),
+    "places365": ("train-standard", "val"),
+    "inaturalist": ("2021_train", "2021_valid"),
+    "inat": ("2021_train", "2021_valid"),
+}
+TORCHVISION_PAIRS = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist")
+TORCHVISION_FOLDERS = ("image_folder", "folder")
+
+
+class ImageSource(Protocol):
+    """Labelled images with random access. Reading must work in forked and in spawned processes."""
+
+    # Names of the classes, by label; None if they are not known.
+    classes: list[str] | None
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """An image, as it is in its file, and its label; any error means that the image cannot be used."""
+
+    def name(self, index: int) -> str:
+        """What to call an image that makes trouble."""
+
+
+class ArraySource:
+    """Grey images in memory.
+
+    Args:
+        images: (images, height, width), bytes.
+        labels: (images,).
+        classes: Names of the classes.
+        title: What to call the data set.
+    """
+
+    def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.uint8], classes: list[str], title: str) -> None:
+        self.images, self.labels, self.title = images, labels, title
+        self.classes: list[str] | None = classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        return Image.fromarray(self.images[index]), int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        return f"image {index} of {self.title}"
+
+
+class FolderSource:
+    """A folder of class folders, in timm's order: the name of an image's folder is its class.
+
+    What has the name of an image, but is not a regular file, is one of the images, and cannot be used when it is read.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        named = sorted(_class_images(folder), key=lambda item: natural_key(item[0]))
+        classes = sorted({name for _, name in named}, key=natural_key)
+        _require_class_folders(folder, classes, [file for file, _ in named])
+        numbers = {name: label for label, name in enumerate(classes)}
+        self.files = [(file, numbers[name]) for file, name in named]
+        self.classes: list[str] | None = classes
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        file, label = self.files[index]
+        return open_image(file), label
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        return str(self.files[index][0])
+
+
+def _class_images(folder: Path) -> Iterator[tuple[str, str]]:
+    """The files in a folder that are named as images are, at any depth, each with the name of its folder."""
+    endings = image_extensions()
+    # Links are followed, but a folder is not entered again from inside of itself.
+    pending = [(str(folder), "", frozenset[tuple[int, int]]())]
+    while pending:
+        place, name, around = pending.pop()
+        status = os.stat(place)
+        identity = status.st_dev, status.st_ino
+        if identity in around:
+            continue
+        with os.scandir(place) as entries:
+            for entry in entries:
+                is_image = os.path.splitext(entry.name)[1].lower() in endings
+                if not entry.is_dir():
+                    if is_image:
+                        yield entry.path, name
+                elif is_image and name and not any(os.scandir(entry.path)):
+                    # No class, but something that was to be an image.
+                    yield entry.path, name
+                else:
+                    pending.append((entry.path, entry.name, around | {identity}))
+
+
+class TarSource:
+    """A tar file of class folders. Images are read where they lie in it, and nothing stays open.
+
+    Args:
+        file: The tar file, not compressed.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        endings = image_extensions()
+        members = [item for item in list_files(file) if os.path.splitext(item.name)[1].lower() in endings]
+        members.sort(key=lambda item: natural_key(item.name))
+        self.names = [item.name for item in members]
+        places = [(item.offset_data, item.size if is_plain_file(item) else -1) for item in members]
+        self.offsets = np.array(places, np.int64).reshape(-1, 2)
+        folders = [os.path.basename(os.path.dirname(os.path.normpath(name))) for name in self.names]
+        classes = sorted(set(folders), key=natural_key)
+        _require_class_folders(file, classes, self.names)
+        numbers = {name: label for label, name in enumerate(classes)}
+        self.labels = np.array([numbers[folder] for folder in folders], np.int64)
+        self.classes: list[str] | None = classes
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        offset, size = self.offsets[index]
+        if size < 0:
+            raise ValueError("it is a link, a pipe, a device or a sparse file in the tar file, not a regular file")
+        with open_regular(self.file) as stream:
+            stream.seek(offset)
+            content = stream.read(size)
+        return open_image(io.BytesIO(content)), int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        return f"{self.names[index]} in {self.file}"
+
+
+def _require_class_folders(path: Path, classes: list[str], names: list[str]) -> None:
+    """Refuse images that lie in no class folder, and places without images."""
+    if not classes:
+        raise ValueError(f"{path} holds no images: it should hold a folder of images for each class")
+    if "" in classes:
+        loose = next(name for name in names if Path(name).parent in (path, Path()))
+        raise ValueError(f"{path} holds images without a class, such as {loose}: put each into the folder of its class")
+
+
+class TorchvisionSource:
+    """A torchvision data set.
+
+    Args:
+        samples: The data set. If it reads image files, it does so by `open_image` from now on.
+    """
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+        if hasattr(samples, "loader"):
+            samples.loader = open_image
+        # Some have several names for a class.
+        names = [name if isinstance(name, str) else ", ".join(name) for name in getattr(samples, "classes", ())]
+        self.classes: list[str] | None = names or None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        image, label = self.samples[index]
+        return image, int(label)
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        return f"image {index} of {type(self.samples).__name__}"
+
+
+class HuggingFaceSource:
+    """A Hugging Face data set with random access: its first column of images, its first column of class labels.
+
+    Args:
+        samples: The data set.
+        title: What to call it.
+        folders: Where files that it names may lie. The paths of images come out of the data.
+    """
+
+    def __init__(self, samples: Any, title: str, folders: Sequence[str]) -> None:
+        import datasets
+
+        self.folders = list(folders)
+
+        kinds = samples.features
+        images = [key for key, kind in kinds.items() if isinstance(kind, datasets.Image)]
+        labels = [key for key, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
+        # Without class labels, numbers in a column of this name will do.
+        labels += [key for key, kind in kinds.items() if key == "label" and str(kind.dtype).startswith(("int", "uint"))]
+        if not images or not labels:
+            raise ValueError(
+                f"{title} has no column of {'class labels' if images else 'images'} among {', '.join(kinds)}: cast one "
+                f"with the data set's {'class_encode_column' if images else 'cast_column'} and save it anew"
+            )
+        self.title, self.image, self.label = title, images[0], labels[0]
+        # Undecoded, so that an image that cannot be read does not stop the others.
+        self.samples = samples.select_columns([self.image, self.label]).cast_column(
+            self.image, datasets.Image(decode=False)
+        )
+        label = kinds[self.label]
+        self.classes: list[str] | None = list(label.names) if isinstance(label, datasets.ClassLabel) else None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        row = self.samples[index]
+        stored, label = row[self.image], row[self.label]
+        if stored is None or label is None:
+            raise ValueError("it has no label" if stored else "it is empty")
+        if stored["bytes"] is not None:
+            return open_image(io.BytesIO(stored["bytes"])), int(label)
+        path = stored["path"]
+        if path is None:
+            raise ValueError("it is empty")
+        if not any(is_inside(path, folder) for folder in self.folders):
+            raise ValueError("its path leads out of the data set")
+        return open_image(path), int(label)
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        stored = self.samples[index][self.image]
+        path = stored["path"] if stored else None
+        return f"image {index} of {self.title}" + (f" ({path})" if path else "")
+
+
+class RelabelledSource:
+    """Images of another source, with the labels that their classes have elsewhere.
+
+    Args:
+        source: The other source, which knows its classes.
+        classes: Names of the classes, by label.
+    """
+
+    def __init__(self, source: ImageSource, classes: Sequence[str]) -> None:
+        assert source.classes is not None
+        numbers = {name: label for label, name in enumerate(classes)}
+        unknown = [name for name in source.classes if name not in numbers]
+        if unknown:
+            raise ValueError(
+                f"the images for evaluation have {len(unknown)} classes that training does not know, such as "
+                f"{unknown[0]!r}: remove them, or name the right images with --data.eval_path"
+            )
+        self.source = source
+        self.labels = [numbers[name] for name in source.classes]
+        self.classes: list[str] | None = list(classes)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        image, label = self.source.read(index)
+        return image, self.labels[label] if 0 <= label < len(self.labels) else label
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        return self.source.name(index)
+
+
+class SubsetSource:
+    """Some images of another source, evenly spread over it: where classes lie in a row, each gives its share.
+
+    Args:
+        source: The other source.
+        count: How many images to take.
+    """
+
+    def __init__(self, source: ImageSource, count: int) -> None:
+        self.source, self.count = source, min(count, len(source))
+        self.classes = source.classes
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See ImageSource.read."""
+        return self.source.read(self._place(index))
+
+    def name(self, index: int) -> str:
+        """See ImageSource.name."""
+        return self.source.name(self._place(index))
+
+    def _place(self, index: int) -> int:
+        return index * len(self.source) // self.count
+
+
+def open_source(config: DataConfig, training: bool, classes: Sequence[str] | None = None) -> ImageSource | ShardSource:
+    """The labelled images of a data set.
+
+    Args:
+        config: Where they are.
+        training: Whether those for training or those for evaluation.
+        classes: For evaluation, names of the classes by label; None = those of the images for training.
+    """
+    source = open_part(config, training)
+    if training:
+        if source.classes is not None and len(source.classes) < 2:
+            raise ValueError(
+                f"{config.path} holds one class ({source.classes[0]}): it should hold a folder of images for each "
+                "class, and at least two"
+            )
+        return source
+    if isinstance(source, ShardSource) or source.classes is None:
+        return source
+    if classes is None and config.eval_path is None and isinstance(source, ArraySource):
+        return source
+    if classes is None:
+        classes = open_part(config, training=True).classes
+    return source if classes is None or list(classes) == source.classes else RelabelledSource(source, classes)
+
+
+def open_part(config: DataConfig, training: bool) -> ImageSource | ShardSource:
+    """The images for training or for evaluation, with labels and classes just as they are found.
+
+    Raises:
+        OSError: There are no such data.
+        ValueError: They have no such split, or cannot be read.
+    """
+    is_eval_path = not training and config.eval_path is not None
+    path = os.path.expanduser(config.path if training or config.eval_path is None else config.eval_path)
+    request = SplitRequest(config.train_split if training else config.eval_split, training)
+    if path == "embedded":
+        return embedded_fashion_mnist(request.of_two(path))
+    if path.startswith("fashion-mnist:"):
+        return fashion_mnist(Path(path.removeprefix("fashion-mnist:")), request.of_two(path))
+    kind, _, name = path.partition("/")
+    if kind in ("hfds", "hfids", "wds") and not name and (kind != "wds" or config.root is None):
+        raise ValueError(f"{path} names no data: write {kind}/FOLDER" + (" or hfds/NAME" if kind == "hfds" else ""))
+    if kind == "torch":
+        return open_torchvision(path, config.root, request, is_eval_path)
+    if kind == "hfds":
+        return open_huggingface(name, config.root, request)
+    if kind == "hfids":
+        raise ValueError(f"{path} would be streamed, which is not supported: use hfds/{name}")
+    if kind == "wds":
+        # Only the name itself may look like an address; joined with a folder, it would no longer.
+        place = name if config.root is None else str(Path(config.root) / name)
+        return find_shards(place, request, training or is_eval_path)
+    part = find_part(Path(path), request, is_eval_path)
+    return FolderSource(part) if part.is_dir() else TarSource(part)
+
+
+def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
+    """The folder or tar file of one split of a data set; the path itself if it is not divided.
+
+    Args:
+        path: The data set.
+        request: Which split.
+        is_eval_path: Whether the path was given for evaluation alone.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: There is no such split.
+    """
+    if not path.exists():
+        option = "--data.eval_path" if is_eval_path else "--data.path"
+        raise FileNotFoundError(f"no folder or file at {path}: check {option}")
+    found = _first_part(path, request.candidates())
+    if found is not None:
+        return found
+    splits = _parts(path) if path.is_dir() else []
+    is_divided = any(split in TRAINING_NAMES + EVALUATION_NAMES for split in splits)
+    if is_divided or (splits and not request.fits_undivided):
+        message = request.missing(str(path), splits)
+        raise ValueError(message if request.training else f"{message}, or name other images with --data.eval_path")
+    request.require_undivided(str(path))
+    if request.training or is_eval_path:
+        return path
+    raise ValueError(
+        f"{path} has no split called val, validation or test: name the images for evaluation with --data.eval_path"
+    )
+
+
+def _parts(path: Path) -> list[str]:
+    """The names of the splits that a folder may hold: folders of folders, and tar files."""
+    items = sorted(path.iterdir())
+    folders = [item.name for item in items if item.is_dir() and any(inner.is_dir() for inner in item.iterdir())]
+    return [*folders, *(item.stem for item in items if item.suffix == ".tar" and item.is_file())]
+
+
+def _first_part(path: Path, names: tuple[str, ...]) -> Path | None:
+    """The first tar file or folder of folders that has one of these names; a folder of images is a class."""
+    for name in names:
+        if (path / name).is_dir() and any(item.is_dir() for item in (path / name).iterdir()):
+            return path / name
+        if (path / f"{name}.tar").is_file():
+            return path / f"{name}.tar"
+    return None
+
+
+def embedded_fashion_mnist(training: bool) -> ArraySource:
+    """The Fashion-MNIST images that come with this package: the first 10,000 for training, the first 2,000 for test."""
+    count, part = (10_000, "train") if training else (2_000, "test")
+    packed = resources.files(__package__).joinpath("embedded", f"fashion_mnist_{part}.xz").read_bytes()
+    content = np.frombuffer(lzma.decompress(packed), np.uint8)
+    images, labels = content[count:].reshape(count, 28, 28), content[:count]
+    return ArraySource(images, labels, FASHION_MNIST_CLASSES, "the embedded Fashion-MNIST")
+
+
+def fashion_mnist(folder: Path, training: bool) -> ArraySource:
+    """The whole of Fashion-MNIST, from its four files as published."""
+    part = "train" if training else "t10k"
+    files = [folder / f"{part}-images-idx3-ubyte.gz", folder / f"{part}-labels-idx1-ubyte.gz"]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"no {' and no '.join(missing)}: name the folder with Fashion-MNIST's four .gz files")
+    try:
+        images, labels = (np.frombuffer(gzip.decompress(read_bytes(file)), np.uint8) for file in files)
+        # The files begin with 16 and with 8 bytes that tell their shapes.
+        images, labels = images[16:].reshape(-1, 28, 28), labels[8:]
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{files[0]} or {files[1].name} is damaged ({error}): download them anew") from error
+    if len(images) != len(labels):
+        raise ValueError(
+            f"{files[0]} holds {len(images)} images, but {files[1].name} {len(labels)} labels: get both anew"
+        )
+    return ArraySource(images, labels, FASHION_MNIST_CLASSES, str(folder))
+
+
+def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval_path: bool) -> TorchvisionSource:
+    """A torchvision data set that is on disk.
+
+    Args:
+        path: torch/NAME, as timm.data calls it.
+        root: Its folder.
+        request: Its split.
+        is_eval_path: Whether it was named for evaluation alone.
+    """
+    if root is None:
+        raise ValueError(f"{path} needs the folder that it lies in: name it with --data.root")
+    name = path.lower().split("/", 2)[-1]
+    if name not in (*TORCHVISION_PAIRS, *TORCHVISION_SPLITS, *TORCHVISION_FOLDERS):
+        raise ValueError(
+            f"timm.data knows no {path}: try torch/cifar10, cifar100, mnist, fashion_mnist, kmnist, qmnist, imagenet, "
+            "places365, inaturalist or image_folder"
+        )
+    split = ("train" if request.training else "validation") if request.name is None else request.name
+    if name in TORCHVISION_PAIRS:
+        split = "train" if request.of_two(path) else "test"
+    elif name in TORCHVISION_SPLITS:
+        train, held_out = TORCHVISION_SPLITS[name]
+        split = train if split in SPELLINGS[0] else held_out if split in SPELLINGS[1] else split
+    elif name in TORCHVISION_FOLDERS:
+        # timm would take the whole folder in place of a split that does not exist.
+        root = str(find_part(Path(root), request, is_eval_path))
+    try:
+        return TorchvisionSource(create_dataset(path, root=root, split=split, search_split=False))
+    # A damaged file can make torchvision raise anything.
+    except Exception as error:
+        if "Valid values are" in str(error):
+            raise ValueError(
+                f"{path} has no split called {split!r} ({_first_line(error)}): choose with {request.option}"
+            ) from error
+        reason = _first_line(error) or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "a file of it is damaged, or holds more than numbers"
+        raise ValueError(
+            f"{path} cannot be opened in {root} ({reason}): download it there with torchvision.datasets"
+        ) from error
+
+
+def open_huggingface(name: str, cache: str | None, request: SplitRequest) -> HuggingFaceSource:
+    """A Hugging Face data set, from a folder or from the hub. No code that comes with it is run.
+
+    Args:
+        name: Its folder, or its name on the hub.
+        cache: Folder for what is downloaded and converted.
+        request: Its split; if nothing is said, train or validation, however that is spelled.
+    """
+    try:
+        import datasets
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError as error:
+        raise ValueError("hfds/ needs the package datasets: pip install 'inlinevit[data]'") from error
+    if os.path.isdir(name):
+        refuse_addresses(Path(name))
+    # A name that was given is taken as it is: it may be any that the library understands, such as train[:10%].
+    names = (request.name,) if request.name is not None else spellings("train" if request.training else "validation")
+    for split in names:
+        try:
+            samples = datasets.load_dataset(name, split=split, cache_dir=cache)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(
+                f"hfds/{name} holds a damaged file ({_first_line(error.__cause__)}): copy it again"
+            ) from error
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"hfds/{name} cannot be opened ({_first_line(error)}): check --data.path") from error
+        except ValueError as error:
+            if "split" not in str(error).lower():
+                raise
+            if split == names[-1]:
+                raise ValueError(
+                    f"hfds/{name} has no split called {names[0]!r} ({_first_line(error)}): choose with {request.option}"
+                ) from error
+        else:
+            homes = datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE, HF_HUB_CACHE
+            folders = [str(folder) for folder in (name, cache, *homes) if folder]
+            return HuggingFaceSource(samples, f"hfds/{name}", folders)
+    raise AssertionError("the last name either opens or raises")
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,0 +1,166 @@
+"""Classification as a Task of the training loop."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from timm.data import Mixup
+from torch import Tensor, nn
+
+from ...data.batch_plan import BatchPlan
+from ...data.loader import TrainLoader
+from ...engine.outputs import check_run_output
+from ...models.factory import check_model_name
+from ...utils.validation import require
+from .config import AugmentConfig, ClassificationConfig, DistillationConfig, ModelConfig
+from .dataset import UnreadableCounter, make_train_loader
+from .evaluate import check_batch_memory, evaluate, places_of
+from .model import build_model, classes_of_model
+from .sources import open_source
+from .transforms import input_spec, training_transform
+
+
+class Teacher(nn.Module):
+    """A frozen model and the loss of not answering as it does.
+
+    Args:
+        config: Which model, and how to learn from it.
+        student: The model that learns; its images are what the teacher is given.
+        num_classes: Classes of both.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, config: DistillationConfig, student: ModelConfig, num_classes: int) -> None:
+        super().__init__()
+        assert config.teacher is not None
+        check_model_name(config.teacher)
+        self.config = config
+        taught = ModelConfig(
+            name=config.teacher,
+            img_size=input_spec(student).size,
+            in_chans=student.in_chans,
+            drop_path_rate=0.0,
+            pretrained=config.checkpoint is None,
+            checkpoint=config.checkpoint,
+        )
+        known = classes_of_model(taught)
+        require(
+            known == num_classes,
+            f"the teacher {config.teacher} tells {known} classes apart, but the data have {num_classes}: name the file "
+            "of one that was trained on them with --distillation.checkpoint",
+        )
+        self.model = build_model(taught, num_classes, new_head=False).eval().requires_grad_(False)
+        # The student's images are normalised its way; the teacher may be used to another.
+        own, other = input_spec(taught), input_spec(student)
+        self.register_buffer("scale", _by_channel(other.std) / _by_channel(own.std), persistent=False)
+        shift = (_by_channel(other.mean) - _by_channel(own.mean)) / _by_channel(own.std)
+        self.register_buffer("shift", shift, persistent=False)
+
+    def forward(self, images: Tensor, logits: Tensor) -> Tensor:
+        """The loss of the student's logits (batch, classes) against the teacher's on the same images."""
+        with torch.no_grad():
+            taught = self.model(images * self.scale + self.shift).float()
+        if self.config.kind == "hard":
+            return F.cross_entropy(logits, taught.argmax(dim=1))
+        heat = self.config.temperature
+        student, teacher = F.log_softmax(logits / heat, dim=1), F.log_softmax(taught / heat, dim=1)
+        return heat**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def _by_channel(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values).view(-1, 1, 1)
+
+
+class Classification:
+    """Images into classes.
+
+    Args:
+        config: The run.
+    """
+
+    metric = "top1"
+    greater_is_better = True
+
+    def __init__(self, config: ClassificationConfig) -> None:
+        self.config = config
+        self.batch_size, self.workers = config.data.batch_size, config.data.workers
+        # Mixup pairs the images of a batch.
+        self.batch_multiple = 2 if config.augment.mixes else 1
+        check_model_name(config.model.name)
+        self.spec = input_spec(config.model)
+        self.transform = training_transform(config.augment, self.spec)
+        self.train_source = open_source(config.data, training=True)
+        self.classes = self.train_source.classes
+        self.eval_source = open_source(config.data, training=False, classes=self.classes)
+        self.num_classes = config.model.num_classes or len(self.classes or ())
+        if self.num_classes == 0:
+            raise ValueError(f"{config.data.path} does not tell its classes: set --model.num_classes")
+        require(
+            self.num_classes >= len(self.classes or ()),
+            f"model.num_classes is {self.num_classes}, but {config.data.path} has {len(self.classes or ())} classes: "
+            "leave it out, or raise it",
+        )
+        for source in (self.train_source, self.eval_source):
+            check_batch_memory(self.spec, config.data.batch_size, len(source))
+            weights = [file for file in (config.model.checkpoint, config.distillation.checkpoint) if file]
+            check_run_output(config.run.output, [*places_of(source).files, *weights])
+        self.problems = UnreadableCounter(config.data.max_unreadable)
+        self.mixup = make_mixup(config.augment, self.num_classes)
+        self.teacher = (
+            Teacher(config.distillation, config.model, self.num_classes) if config.distillation.teacher else None
+        )
+
+    def build_model(self) -> nn.Module:
+        """See Task.build_model."""
+        return build_model(self.config.model, self.num_classes)
+
+    def train_loader(self, plan: BatchPlan) -> TrainLoader:
+        """See Task.train_loader."""
+        return make_train_loader(
+            self.train_source,
+            self.transform,
+            self.spec.mode,
+            self.num_classes,
+            self.config.data,
+            self.config.augment.repeats,
+            self.config.run.seed,
+            plan,
+        )
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:
+        """See Task.loss."""
+        images, labels, problems = batch
+        self.problems.check(problems)
+        # Mixed images come with mixed, smoothed labels.
+        images, targets = self.mixup(images, labels) if self.mixup is not None else (images, labels)
+        smoothing = self.config.augment.label_smoothing if self.mixup is None else 0.0
+        logits = model(images).float()
+        loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        if self.teacher is None:
+            return loss
+        share = self.config.distillation.weight
+        return (1 - share) * loss + share * self.teacher.to(images.device)(images, logits)
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        """See Task.evaluate."""
+        return evaluate(model, self.eval_source, self.spec, self.config.data, accelerator, self.num_classes).numbers()
+
+    def notes(self) -> dict[str, Any]:
+        """See Task.notes."""
+        return {"classes": self.classes}
+
+
+def make_mixup(augment: AugmentConfig, num_classes: int) -> Mixup | None:
+    """timm's mixing of the images of a batch, if it is wanted."""
+    if not augment.mixes:
+        return None
+    return Mixup(
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        switch_prob=augment.mixup_switch,
+        label_smoothing=augment.label_smoothing,
+        num_classes=num_classes,
+    )

@@ -1,0 +1,210 @@
+"""From an image to what a model sees: the same for training, evaluation and prediction, but for augmentation."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from timm.data.auto_augment import AugmentOp, posterize
+from timm.models import get_pretrained_cfg
+from torch import Tensor
+from torchvision import transforms
+
+from ...utils.validation import Range, require
+from .config import AugmentConfig, ModelConfig
+
+# The parts of timm's policies, by name, with their numbers; timm passes over others without a word.
+AUTO_AUGMENT = {"mstd": Range(0, 1000)}
+POLICIES = {
+    "rand": {
+        "m": Range(0, 100),
+        "n": Range(1, 100),
+        "p": Range(0, 1),
+        "mstd": Range(0, 1000),
+        "mmax": Range(1, 100),
+        "inc": Range(0, 1),
+    },
+    "augmix": {
+        "m": Range(0, 100),
+        "w": Range(1, 100),
+        "d": Range(1, 100),
+        "a": Range(0.001, 1000),
+        "b": Range(0, 1),
+        "mstd": Range(0, 1000),
+    },
+    **dict.fromkeys(("original", "originalr", "v0", "v0r", "3a"), AUTO_AUGMENT),
+}
+# Parts whose numbers need not be whole.
+FRACTIONS = ("p", "mstd", "a")
+# RandAugment may name a set of transforms: rand-tweights.
+TRANSFORM_SETS = ("weights", "3aw", "3a")
+
+
+@dataclass
+class InputSpec:
+    """What a model wants to see.
+
+    Attributes:
+        size: Side of its square input.
+        mean: By channel.
+        std: By channel.
+        interpolation: How images are resized.
+        crop_pct: Share of an image's side that evaluation sees.
+        crop_mode: timm's word for how evaluation crops: center, squash or border.
+    """
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    crop_pct: float
+    crop_mode: str
+
+    @property
+    def mode(self) -> str:
+        """Pillow's word for the colours: RGB, or L for grey."""
+        return "L" if len(self.mean) == 1 else "RGB"
+
+
+def input_spec(config: ModelConfig) -> InputSpec:
+    """What the model of a configuration wants to see: what it was made for, where the configuration is silent."""
+    made_for = get_pretrained_cfg(config.name)
+    asked = {"in_chans": config.in_chans, "crop_pct": config.crop_pct, "img_size": config.img_size}
+    spec = resolve_data_config(asked, pretrained_cfg=made_for.to_dict() if made_for else {})
+    if config.in_chans == 1:
+        spec.update(mean=(0.5,), std=(0.5,))
+    return InputSpec(
+        size=spec["input_size"][-1],
+        mean=tuple(spec["mean"]),
+        std=tuple(spec["std"]),
+        interpolation=spec["interpolation"],
+        crop_pct=spec["crop_pct"],
+        crop_mode=spec["crop_mode"],
+    )
+
+
+class Normalized:
+    """From an image to a normalised tensor (channels, height, width), as torchvision does it in five steps.
+
+    Args:
+        spec: What the model wants to see.
+    """
+
+    def __init__(self, spec: InputSpec) -> None:
+        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """The image's tensor."""
+        pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
+        values = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        return values.div_(255).sub_(self.mean).div_(self.std)
+
+
+def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
+    """timm's augmentation of a training image."""
+    if augment.auto_augment is not None:
+        check_policy(augment.auto_augment)
+    require(
+        augment.scale is not None or augment.crop_padding <= spec.size,
+        f"augment.crop_padding is {augment.crop_padding}, but images have {spec.size} pixels along a side: choose at "
+        "most as many, or crops would show nothing",
+    )
+    try:
+        transform = create_transform(
+            spec.size,
+            is_training=True,
+            scale=augment.scale,
+            ratio=augment.ratio,
+            hflip=augment.hflip,
+            # None takes no time, where 0 would be carried out; timm's types do not know it.
+            color_jitter=cast(float, augment.color_jitter or None),
+            auto_augment=augment.auto_augment,
+            interpolation=spec.interpolation,
+            mean=spec.mean,
+            std=spec.std,
+            re_prob=augment.random_erasing,
+            re_mode=augment.random_erasing_mode,
+        )
+    except (AssertionError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"timm has no augmentation called {augment.auto_augment!r}: set augment.auto_augment to one such as "
+            "rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or original, or to null"
+        ) from error
+    steps = _with_own_normalization(transform.transforms, spec)
+    for step in steps:
+        _mend_posterize(step)
+    if augment.scale is None:
+        # Small images are not zoomed: a border, then a crop of the full size.
+        steps[:1] = [transforms.Resize((spec.size, spec.size), transforms.InterpolationMode.BICUBIC)]
+        if augment.crop_padding:
+            steps[1:1] = [transforms.RandomCrop(spec.size, padding=augment.crop_padding)]
+    return transforms.Compose(steps)
+
+
+def check_policy(policy: str) -> None:
+    """Refuse a policy of timm's that has parts which timm would pass over, or numbers that make no sense.
+
+    Args:
+        policy: Such as rand-m9-mstd0.5-inc1: a name, then parts of letters and a number.
+    """
+    name, *parts = policy.split("-")
+    if name not in POLICIES:
+        raise ValueError(
+            f"timm has no augmentation called {policy!r}: set augment.auto_augment to one such as "
+            "rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or original, or to null"
+        )
+    seen = set()
+    for part in parts:
+        letters = part.rstrip("0123456789.")
+        number, allowed = part.removeprefix(letters), POLICIES[name].get(letters)
+        if name == "rand" and part.startswith("t") and part[1:] in TRANSFORM_SETS:
+            letters = "t"
+        elif allowed is None:
+            raise ValueError(
+                f"augment.auto_augment is {policy!r}, and {name} has no part {part!r}: it has "
+                f"{', '.join(POLICIES[name])}, each followed by a number"
+            )
+        elif not (re.fullmatch(r"\d+(\.\d+)?", number) and allowed.contains(float(number))) or (
+            letters not in FRACTIONS and not number.isdecimal()
+        ):
+            kind = "a number" if letters in FRACTIONS else "a whole number"
+            raise ValueError(
+                f"augment.auto_augment is {policy!r}: {letters} should be followed by {kind} from {allowed.least} to "
+                f"{allowed.most}"
+            )
+        require(letters not in seen, f"augment.auto_augment is {policy!r}, which has {letters} twice: leave out one")
+        seen.add(letters)
+
+
+def evaluation_transform(spec: InputSpec) -> Any:
+    """The middle of an image, at the size of the model's input."""
+    transform = create_transform(
+        spec.size,
+        interpolation=spec.interpolation,
+        mean=spec.mean,
+        std=spec.std,
+        crop_pct=spec.crop_pct,
+        crop_mode=spec.crop_mode,
+    )
+    return transforms.Compose(_with_own_normalization(transform.transforms, spec))
+
+
+def _with_own_normalization(steps: list[Any], spec: InputSpec) -> list[Any]:
+    """timm's steps with the last two, to a tensor and normalised, as one: for small images they take half the time."""
+    place = next(place for place, step in enumerate(steps) if isinstance(step, transforms.Normalize))
+    return [*steps[: place - 1], Normalized(spec), *steps[place + 1 :]]
+
+
+def _mend_posterize(step: Any) -> None:
+    """See that timm's policies leave at least one bit of an image: Pillow refuses to leave none."""
+    policies = [*getattr(step, "ops", []), *(op for policy in getattr(step, "policy", []) for op in policy)]
+    for op in policies:
+        if isinstance(op, AugmentOp) and op.aug_fn is posterize:
+            op.aug_fn = _posterize
+
+
+def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    return posterize(image, max(1, bits), **options)

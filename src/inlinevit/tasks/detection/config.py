@@ -1,0 +1,172 @@
+"""What a detection run can be told. `inlinevit detect train` and the recipes are these classes."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from ...engine.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig
+from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, require
+from ..backbone import BackboneConfig
+
+
+@dataclass
+class DetectionDataConfig(SplitDataConfig):
+    """Where images and annotations are, and how they are read."""
+
+    path: str = "path/to/coco"
+    """A folder laid out as COCO's: images in SPLIT/, annotations in annotations/instances_SPLIT.json."""
+    train_split: str = "train2017"
+    """The split to train on."""
+    eval_split: str = "val2017"
+    """The split to evaluate on."""
+    train_annotations: str | None = None
+    """The annotations to train on, if they lie elsewhere."""
+    train_folder: str | None = None
+    """The folder of the images to train on, if it lies elsewhere."""
+    eval_annotations: str | None = None
+    """The annotations to evaluate on, if they lie elsewhere."""
+    eval_folder: str | None = None
+    """The folder of the images to evaluate on, if it lies elsewhere."""
+    group_by_aspect: bool = True
+    """Have upright and lying images in batches of their own, which need less padding."""
+
+
+@dataclass
+class DetectionDataOptions(SplitDataOptions):
+    """Which images to evaluate on, where they are not those of the training run."""
+
+    places: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
+
+    eval_annotations: str | None = None
+    """The annotations to evaluate on, if they lie elsewhere; null = as in the run."""
+    eval_folder: str | None = None
+    """The folder of the images to evaluate on, if it lies elsewhere; null = as in the run."""
+
+
+@dataclass
+class DetectionAugmentConfig:
+    """How training images are varied."""
+
+    min_sizes: list[int] = field(default_factory=lambda: [800])
+    """Shorter sides that images are resized to, one of them at random; 480, 512, …, 800 is usual for long trainings."""
+    max_size: int = 1333
+    """Images whose longer side would exceed this become smaller."""
+    hflip: float = 0.5
+    """Share of images that are mirrored."""
+    scale_jitter: tuple[float, float] | None = None
+    """Large-scale jitter: images are scaled by a factor from here to there, relative to a square of jitter_size, and
+    cropped or padded to it, in place of `min_sizes`; (0.1, 2.0) is usual."""
+    jitter_size: int = 1024
+    """Side of the square for large-scale jitter."""
+    copy_paste: float = 0.0
+    """Share of images into which objects of another image are pasted."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "augment",
+            min_sizes=MOST_PIXELS,
+            max_size=MOST_PIXELS,
+            scale_jitter=100,
+            jitter_size=MOST_PIXELS,
+        )
+        for name in ("hflip", "copy_paste"):
+            value = vars(self)[name]
+            require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
+        require(
+            bool(self.min_sizes) and min(self.min_sizes) > 0, "augment.min_sizes should hold at least one side above 0"
+        )
+        require(
+            self.max_size >= max(self.min_sizes),
+            f"augment.max_size is {self.max_size}, which is below the shorter side {max(self.min_sizes)}: raise it",
+        )
+        jitter = self.scale_jitter
+        require(jitter is None or 0 < jitter[0] <= jitter[1], "augment.scale_jitter should rise from above 0")
+        require(self.jitter_size > 0, f"augment.jitter_size is {self.jitter_size}: it should be positive")
+
+
+@dataclass
+class DetectorConfig(BackboneConfig):
+    """The detector, and the weights that it starts from."""
+
+    arch: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
+    """One stage of boxes and masks, or three that refine each other's boxes."""
+    num_classes: int | None = None
+    """Categories, without background; null = as many as the data have."""
+    frozen_stages: int = 0
+    """So many stages of the backbone, from the first, do not learn."""
+    min_size: int = 800
+    """Shorter side that images are resized to for evaluation and prediction."""
+    max_size: int = 1333
+    """Images whose longer side would exceed this become smaller."""
+    channels: int = 256
+    """Channels of the feature pyramid and of the mask heads."""
+    box_channels: int = 1024
+    """Width of the box heads."""
+    class_agnostic_boxes: bool = False
+    """Refine boxes in one way for all categories, instead of one for each."""
+    anchor_size: int = 32
+    """Side of the smallest anchors; it doubles from level to level of the pyramid."""
+    box_batch_size_per_image: int = 512
+    """Regions of an image that the heads learn from in a step."""
+    box_score_thresh: float = 0.05
+    """Detections with lower scores are not told."""
+    box_nms_thresh: float = 0.5
+    """Of two boxes of a category that overlap more than this, one is told."""
+    box_detections_per_img: int = 100
+    """How many objects are told of an image, at most."""
+
+    def most(self) -> dict[str, float]:
+        """See BackboneConfig.most."""
+        return {
+            "num_classes": MOST_CLASSES,
+            "min_size": MOST_PIXELS,
+            "max_size": MOST_PIXELS,
+            "channels": 2048,
+            "box_channels": 8192,
+            "anchor_size": MOST_PIXELS,
+            "box_batch_size_per_image": 10**6,
+            "box_detections_per_img": 10**6,
+        }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (
+            "min_size",
+            "channels",
+            "box_channels",
+            "anchor_size",
+            "box_batch_size_per_image",
+            "box_detections_per_img",
+        ):
+            value = vars(self)[name]
+            require(value > 0, f"model.{name} is {value}: it should be at least 1")
+        for name in ("box_score_thresh", "box_nms_thresh"):
+            value = vars(self)[name]
+            require(0 <= value <= 1, f"model.{name} is {value}: it should be from 0 to 1")
+        require(self.num_classes is None or self.num_classes > 0, "model.num_classes should be at least 1")
+        require(0 <= self.frozen_stages <= 4, f"model.frozen_stages is {self.frozen_stages}: there are 4 stages")
+        require(
+            self.max_size >= self.min_size,
+            f"model.max_size is {self.max_size}, which is below model.min_size {self.min_size}: raise it",
+        )
+
+
+@dataclass
+class DetectionConfig(TrainConfig):
+    """A whole detection run. Rates are for a total batch of 16, the schedule is the shorter of the two usual ones."""
+
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4, lr_base_size=16))
+    schedule: ScheduleConfig = field(
+        default_factory=lambda: ScheduleConfig(
+            name="multistep", epochs=12, warmup=0.07, warmup_lr=1e-7, milestones=[8, 11], decay_rate=0.1
+        )
+    )
+    data: DetectionDataConfig = field(default_factory=DetectionDataConfig)
+    augment: DetectionAugmentConfig = field(default_factory=DetectionAugmentConfig)
+    model: DetectorConfig = field(default_factory=DetectorConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.optimizer.layer_decay is None,
+            "optimizer.layer_decay is for plain classifiers: leave it out for detectors",
+        )

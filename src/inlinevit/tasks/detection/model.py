@@ -1,0 +1,215 @@
+"""Detectors: torchvision's Mask R-CNN, and its cascade, on the backbones of timm's registry."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RPNHead
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+from torchvision.ops import MultiScaleRoIAlign
+
+from ...models._weight_files import read_state_dict
+from ...models.factory import check_model_name, load_weights
+from ..backbone import build_backbone, checkpoint_backbone, mean_and_std, undecayed_weights
+from .cascade import BOX_WEIGHTS, IOU_THRESHOLDS, CascadeRoIHeads
+from .config import DetectorConfig
+from .pyramid import PyramidBackbone
+
+ASPECT_RATIOS = (0.5, 1.0, 2.0)
+# Sides of the pooled regions for boxes and for masks.
+BOX_REGION, MASK_REGION = 7, 14
+MASK_LAYERS = 4
+POSITIVE_SHARE = 0.25
+# Where the weights of a whole detector are told from those of a backbone.
+BODY = "backbone.body."
+# Layers of the heads whose width is the number of categories.
+BY_CLASS = ("cls_score", "box_predictor.bbox_pred", "mask_fcn_logits")
+
+
+class DetectorTransform(GeneralizedRCNNTransform):
+    """torchvision's way from images to a batch and back, for images that come resized in training.
+
+    Attributes:
+        pastes_masks: Whether masks come as large as their images, (objects, 1, height, width); otherwise they are
+            (objects, 1, 28, 28), for paste_masks_in_image to paste a few at a time.
+    """
+
+    def __init__(self, config: DetectorConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__(config.min_size, config.max_size, list(mean), list(std), _skip_resize=True)
+        self.pastes_masks = True
+
+    def postprocess(
+        self, result: list[dict[str, Tensor]], image_shapes: list[tuple[int, int]], original: list[tuple[int, int]]
+    ) -> list[dict[str, Tensor]]:
+        """Detections in the coordinates of the images as they were given."""
+        if self.pastes_masks or self.training:
+            return super().postprocess(result, image_shapes, original)
+        small = [one.pop("masks") for one in result]
+        result = super().postprocess(result, image_shapes, original)
+        return [{**one, "masks": masks} for one, masks in zip(result, small, strict=True)]
+
+
+class ProposalHead(RPNHead):
+    """torchvision's, with answers in full precision: boxes are made of them, and half precision has no fine places."""
+
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Maps to logits and box codes of all anchors."""
+        logits, deltas = super().forward(x)
+        return [one.float() for one in logits], [one.float() for one in deltas]
+
+
+class BoxPredictor(FastRCNNPredictor):
+    """torchvision's, with answers in full precision."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Regions (n, channels) to logits (n, classes) and box codes (n, 4 · classes)."""
+        logits, deltas = super().forward(x)
+        return logits.float(), deltas.float()
+
+
+class MaskPredictor(MaskRCNNPredictor):
+    """torchvision's, with answers in full precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Regions (n, channels, 14, 14) to masks (n, classes, 28, 28)."""
+        return super().forward(x).float()
+
+
+class ClassAgnosticPredictor(BoxPredictor):
+    """Scores by class, and one box for all of them.
+
+    Args:
+        in_channels: Of a region.
+        num_classes: With background.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__(in_channels, num_classes)
+        self.num_classes = num_classes
+        self.bbox_pred = nn.Linear(in_channels, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Regions (n, channels) to logits (n, classes) and the same box code for each class, (n, 4 · classes)."""
+        logits, deltas = super().forward(x)
+        return logits, deltas.repeat(1, self.num_classes)
+
+
+class PyramidRCNN(MaskRCNN):
+    """Mask R-CNN on a feature pyramid, with heads of one stage or in a cascade.
+
+    Args:
+        backbone: The pyramid.
+        config: Its heads, and what it tells.
+        num_classes: Categories, without background.
+        mean: Of the images, by channel.
+        std: Of the images, by channel.
+    """
+
+    def __init__(
+        self,
+        backbone: PyramidBackbone,
+        config: DetectorConfig,
+        num_classes: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+    ) -> None:
+        anchors = [config.anchor_size * 2**level for level in range(5)]
+        heads = make_heads(config, num_classes)
+        super().__init__(
+            backbone,
+            rpn_anchor_generator=AnchorGenerator(tuple((side,) for side in anchors), (ASPECT_RATIOS,) * len(anchors)),
+            rpn_head=ProposalHead(config.channels, len(ASPECT_RATIOS)),
+            box_head=heads.box_head,
+            box_predictor=heads.box_predictor,
+            mask_head=heads.mask_head,
+            mask_predictor=heads.mask_predictor,
+        )
+        self.roi_heads = (
+            heads
+            if config.arch == "mask_rcnn"
+            else CascadeRoIHeads([heads, *(make_heads(config, num_classes, stage) for stage in (1, 2))])
+        )
+        self.transform = DetectorTransform(config, mean, std)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the backbone's activations twice instead of keeping them."""
+        checkpoint_backbone(self.backbone.body, enable)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that should not decay."""
+        return {f"{BODY}{name}" for name in undecayed_weights(self.backbone.body)}
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the backbone; what comes after it depends on how many objects there are."""
+        self.backbone.compile(*args, **kwargs)
+
+
+def make_heads(config: DetectorConfig, num_classes: int, stage: int = 0) -> RoIHeads:
+    """The heads of one stage.
+
+    Args:
+        config: The detector.
+        num_classes: Categories, without background.
+        stage: Which one of a cascade; the first is that of Mask R-CNN.
+    """
+    predictor = ClassAgnosticPredictor if config.class_agnostic_boxes else BoxPredictor
+    threshold, levels = IOU_THRESHOLDS[stage], ["0", "1", "2", "3"]
+    return RoIHeads(
+        box_roi_pool=MultiScaleRoIAlign(levels, BOX_REGION, sampling_ratio=2),
+        box_head=TwoMLPHead(config.channels * BOX_REGION**2, config.box_channels),
+        box_predictor=predictor(config.box_channels, num_classes + 1),
+        fg_iou_thresh=threshold,
+        bg_iou_thresh=threshold,
+        batch_size_per_image=config.box_batch_size_per_image,
+        positive_fraction=POSITIVE_SHARE,
+        bbox_reg_weights=BOX_WEIGHTS[stage],
+        score_thresh=config.box_score_thresh,
+        nms_thresh=config.box_nms_thresh,
+        detections_per_img=config.box_detections_per_img,
+        mask_roi_pool=MultiScaleRoIAlign(levels, MASK_REGION, sampling_ratio=2),
+        mask_head=MaskRCNNHeads(config.channels, (config.channels,) * MASK_LAYERS, 1),
+        mask_predictor=MaskPredictor(config.channels, config.channels, num_classes + 1),
+    )
+
+
+def mask_rcnn(backbone: str, num_classes: int, **options: Any) -> PyramidRCNN:
+    """Mask R-CNN on a backbone of ours or of timm's.
+
+    Args:
+        backbone: What timm calls it; it gives features at strides 4, 8, 16 and 32.
+        num_classes: Categories, without background; labels are from 1 on.
+        **options: Further fields of DetectorConfig.
+    """
+    return build_detector(DetectorConfig(arch="mask_rcnn", backbone=backbone, **options), num_classes)
+
+
+def cascade_mask_rcnn(backbone: str, num_classes: int, **options: Any) -> PyramidRCNN:
+    """Cascade Mask R-CNN, with three stages; arguments as for mask_rcnn."""
+    return build_detector(DetectorConfig(arch="cascade_mask_rcnn", backbone=backbone, **options), num_classes)
+
+
+def build_detector(config: DetectorConfig, num_classes: int) -> PyramidRCNN:
+    """The detector of a configuration, with the weights that it starts from.
+
+    Args:
+        config: The detector.
+        num_classes: Categories, without background.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        OSError: The published weights cannot be fetched.
+        ValueError: There is no such backbone or option, it gives other strides, or the checkpoint is of another model.
+    """
+    check_model_name(config.backbone)
+    weights = None if config.checkpoint is None else read_state_dict(config.checkpoint)
+    is_whole = weights is not None and any(name.startswith(BODY) for name in weights)
+    body = build_backbone(config, None if is_whole else weights)
+    backbone = PyramidBackbone(body, config.channels, frozen_stages=config.frozen_stages)
+    detector = PyramidRCNN(backbone, config, num_classes, *mean_and_std(config.backbone))
+    if weights is not None and config.checkpoint is not None and is_whole:
+        load_weights(detector, weights, config.checkpoint, by_class=BY_CLASS)
+    return detector

@@ -1,0 +1,335 @@
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from inlinevit.engine.checkpoints import (
+    CheckpointFolder,
+    Progress,
+    damage,
+    entry_of,
+    manifest_bytes,
+    pack_state,
+    pack_weights,
+    read_manifest,
+    read_progress,
+    read_state,
+    read_weights,
+    set_aside,
+)
+
+WEIGHTS: dict[str, dict[str, Tensor]] = {"model": {"w": torch.arange(3.0)}, "ema": {"w": torch.ones(3)}}
+
+
+def files_of(state: Any) -> dict[str, bytes]:
+    """The files of a checkpoint with this state."""
+    return {**{f"{name}.safetensors": pack_weights(weights) for name, weights in WEIGHTS.items()}, **pack_state(state)}
+
+
+def save(folder: CheckpointFolder, step: int, best_step: int | None = None) -> Path:
+    progress = Progress(step=step, best=None if best_step is None else 1.0, best_step=best_step)
+    path = folder.save(progress, files_of({"step": torch.tensor(step)}))
+    if best_step is not None:
+        folder.note_evaluation(progress)
+    return path
+
+
+def names(folder: CheckpointFolder) -> list[str]:
+    return sorted(path.name for path in folder.folder.iterdir())
+
+
+def test_what_is_saved_is_read(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "new" / "checkpoints")
+    progress = Progress(step=3, metrics={"top1": 0.1 + 0.2}, best=1 / 3, best_step=2, loss_sum=0.7, loss_count=2)
+    state = {"optimizer": {"lr": 0.1, 3: {"m": torch.ones(2)}, "betas": (0.9, 0.1 + 0.2)}, "scaler": None, "name": "x"}
+    path = folder.save(progress, files_of(state))
+    assert read_progress(path) == progress
+    for name, weights in WEIGHTS.items():
+        assert torch.equal(read_weights(path, name)["w"], weights["w"])
+    read = read_state(path)
+    assert torch.equal(read["optimizer"].pop(3)["m"], torch.ones(2))
+    assert read == {"optimizer": {"lr": 0.1, "betas": [0.9, 0.1 + 0.2]}, "scaler": None, "name": "x"}
+    assert damage(path) is None
+    assert folder.newest_good() == path
+
+
+BEFORE = Progress(step=3, evaluated_step=1, metrics={"top1": 1.0}, best=1.0, best_step=1, loss_sum=0.7)
+AFTER = Progress(step=3, evaluated_step=3, metrics={"top1": 0.1 + 0.2}, best=0.3, best_step=3, loss_sum=0.7)
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Path:
+    """A checkpoint with its evaluation."""
+    folder = CheckpointFolder(tmp_path)
+    path = folder.save(BEFORE, files_of({}))
+    folder.note_evaluation(AFTER)
+    assert folder.best.resolve() == path
+    return path
+
+
+def test_an_evaluation_is_added(evaluated: Path) -> None:
+    assert read_progress(evaluated) == AFTER
+    assert damage(evaluated) is None
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "5", '{"nonsense": 1}', "{", '{"step": 99}'])
+def test_an_evaluation_that_has_changed_is_damage(evaluated: Path, content: str) -> None:
+    (evaluated / "evaluation.json").write_text(content)
+    assert damage(evaluated) == "evaluation.json has changed since it was written"
+
+
+def test_an_evaluation_that_the_manifest_does_not_know_is_not_read(evaluated: Path) -> None:
+    entries = read_manifest(evaluated)
+    del entries["evaluation.json"]
+    (evaluated / "manifest.json").write_bytes(manifest_bytes(entries))
+    (evaluated / "evaluation.json").write_text('{"step": 99}')
+    assert damage(evaluated) is None
+    assert read_progress(evaluated) == BEFORE
+
+
+def edit(path: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint together with its hash."""
+    (path / name).write_bytes(content)
+    (path / "manifest.json").write_bytes(manifest_bytes({**read_manifest(path), name: entry_of(content)}))
+
+
+EVALUATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "another field": ({"step": 99}, "should have the fields evaluated_step, metrics, best, best_step and no others"),
+    "a later step": ({"evaluated_step": 4}, "an evaluation of a later step than 3"),
+    "a later best": ({"best_step": 10**9}, "an evaluation of a later step than 3"),
+    "a list": ({"metrics": [1]}, r"metrics \[1\], which is not a valid value"),
+    "a string": ({"metrics": {"top1": "high"}}, "which is not a valid value"),
+    "NaN": ({"best": float("nan")}, "best nan, which is not a valid value"),
+    "half a best": ({"best": None}, "a step without its value"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_an_edited_evaluation_is_refused(evaluated: Path, case: str) -> None:
+    changes, message = EVALUATIONS[case]
+    known = {name: asdict(AFTER)[name] for name in ("evaluated_step", "metrics", "best", "best_step")}
+    edit(evaluated, "evaluation.json", json.dumps({**known, **changes}).encode())
+    with pytest.raises(ValueError, match=message):
+        read_progress(evaluated)
+    assert damage(evaluated) is not None
+
+
+PROGRESSES: dict[str, Any] = {
+    "not a dict": [1],
+    "empty": {},
+    "another field": {**asdict(BEFORE), "more": 1},
+    **{
+        f"{name} {value!r}": {**asdict(BEFORE), name: value}
+        for name, values in {
+            "step": (-1, 2.0, True, "3", None, 10**30),
+            "evaluated_step": (-1, 4, None),
+            "metrics": (None, {"a": None}, {"a": True}),
+            "best": ("1", float("nan"), False),
+            "best_step": (-1, 1.5, 4),
+            "loss_sum": (None, float("inf"), "0"),
+            "loss_count": (-1, 0.5),
+            "total_batch": (-1, None),
+            "steps_per_epoch": (-1, [3]),
+            "processes": (0, -1, "2"),
+            "batch_size": (-1, 1e300),
+            "workers": (-1, {}),
+        }.items()
+        for value in values
+    },
+}
+
+
+@pytest.mark.parametrize("case", PROGRESSES)
+def test_edited_progress_is_refused(tmp_path: Path, case: str) -> None:
+    path = save(CheckpointFolder(tmp_path), 3)
+    edit(path, "progress.json", json.dumps(PROGRESSES[case]).encode())
+    with pytest.raises(ValueError, match=r"^progress.json (has|should have) "):
+        read_progress(path)
+    problem = damage(path)
+    assert problem is not None
+    assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    "name", ["../progress.json", "/dev/zero", "state.pt", "model.safetensors/x", "", "evil.safetensors"]
+)
+def test_a_manifest_names_known_files_only(tmp_path: Path, name: str) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    (path / "manifest.json").write_bytes(manifest_bytes({**read_manifest(path), name: entry_of(b"")}))
+    assert damage(path) == "manifest.json has changed since it was written"
+
+
+def test_tensors_beside_the_manifest_are_damage(tmp_path: Path) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    (path / "shard-00009-model-00001-of-00001.safetensors").write_bytes(pack_weights({}))
+    assert damage(path) == "shard-00009-model-00001-of-00001.safetensors is not in manifest.json"
+
+
+def test_a_pipe_in_place_of_a_file_is_damage(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "progress.json", "manifest.json"):
+        path = save(CheckpointFolder(tmp_path), 1)
+        (path / name).unlink()
+        os.mkfifo(path / name)
+        assert damage(path) == f"{name} is a named pipe, not a regular file"
+
+
+def test_an_evaluation_of_a_checkpoint_elsewhere_makes_no_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.note_evaluation(Progress(step=3, best_step=3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_is_not_a_pickle(tmp_path: Path) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    with pytest.raises(TypeError, match=r"^code is of builtin_function_or_method, which a checkpoint cannot hold"):
+        pack_state({"code": os.system})
+
+
+STATES: dict[str, tuple[Any, str]] = {
+    "unknown tensor": ({"tensor": "y"}, "names the tensor 'y'"),
+    "tensor by number": ({"tensor": 3}, "names the tensor 3"),
+    "tensor twice": ([{"tensor": "x"}, {"tensor": "x"}], "names the tensor 'x', which .* does not hold once"),
+    "tensor left": ([], "holds 'x', which state.json does not name"),
+    "other object": ({"a": 1}, "neither a dictionary nor a tensor"),
+    "no pairs": ({"dict": [1]}, "neither a dictionary nor a tensor"),
+    "key": ({"dict": [[None, 1]]}, "a key that is neither a string nor an integer"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_edited_state_is_refused(tmp_path: Path, case: str) -> None:
+    tree, message = STATES[case]
+    path = CheckpointFolder(tmp_path).save(Progress(step=1), files_of({"x": torch.ones(2)}))
+    edit(path, "state.json", json.dumps(tree).encode())
+    with pytest.raises(ValueError, match=message):
+        read_state(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_state_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    edit(path, "state.json", content)
+    with pytest.raises(ValueError, match=r"checkpoint .* is not valid \(state.json is not valid JSON"):
+        read_state(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, safetensors.torch.save({"w": torch.ones(9)})[:-1]])
+def test_tensors_that_are_not_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    edit(path, "model.safetensors", content)
+    with pytest.raises(
+        ValueError, match=r"model.safetensors is not valid .*: resume from another checkpoint"
+    ) as caught:
+        read_weights(path, "model")
+    assert "\n" not in str(caught.value)
+
+
+def test_last_and_best_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in range(1, 7):
+        save(folder, step, best_step=2 if step >= 2 else 1)
+    assert names(folder) == ["best", "step-00000002", "step-00000005", "step-00000006"]
+    assert folder.best.resolve() == tmp_path / "step-00000002"
+    save(folder, 7, best_step=7)
+    assert names(folder) == ["best", "step-00000006", "step-00000007"]
+    assert folder.best.resolve() == tmp_path / "step-00000007"
+
+
+def test_run_that_goes_another_way(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=3)
+    for step in (10, 20, 30):
+        save(folder, step, best_step=step)
+    folder = CheckpointFolder(tmp_path, keep=3)
+    folder.resume_from(Progress(step=10, best_step=10))
+    # Nothing is lost before there is something new.
+    assert folder.newest_good() == tmp_path / "step-00000030"
+    assert folder.best.resolve() == tmp_path / "step-00000010"
+    save(folder, 15, best_step=10)
+    assert names(folder) == ["best", "step-00000010", "step-00000015"]
+
+
+def test_best_does_not_point_to_nothing(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=3)
+    for step in (10, 20):
+        save(folder, step, best_step=step)
+    folder.resume_from(Progress(step=10, best_step=5))
+    save(folder, 15, best_step=5)
+    assert names(folder) == ["step-00000010", "step-00000015"]
+
+
+def test_what_a_kill_leaves_is_cleaned_up(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    (tmp_path / ".unfinished-step-00000009").mkdir()
+    (tmp_path / ".unfinished-step-00000009" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".unfinished-best").symlink_to("step-00000001")
+    assert folder.newest_good() is None
+    folder.resume_from(Progress())
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "{}", "[]", "5", "null", '{"progress.json": 1}', '["progress.json"]'])
+def test_broken_manifest_is_damage(tmp_path: Path, manifest: str) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    (path / "manifest.json").write_text(manifest)
+    assert damage(path) is not None
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        "ema.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "progress.json",
+        "evaluation.json",
+    ],
+)
+def test_every_byte_counts(tmp_path: Path, file: str) -> None:
+    path = save(CheckpointFolder(tmp_path), 1, best_step=1)
+    content = (path / file).read_bytes()
+    for position in (0, len(content) // 2, len(content) - 1):
+        spoilt = bytearray(content)
+        spoilt[position] ^= 0x10
+        (path / file).write_bytes(spoilt)
+        assert damage(path) == f"{file} has changed since it was written"
+    (path / file).write_bytes(content)
+    assert damage(path) is None
+
+
+def test_manifest_names_all_files(tmp_path: Path) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert sorted([*manifest["files"], "manifest.json"]) == sorted(file.name for file in path.iterdir())
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    path = save(CheckpointFolder(tmp_path), 1, best_step=1)
+    content = (path / "manifest.json").read_bytes()
+    expected = read_manifest(path)
+    undetected = []
+    for position in range(len(content)):
+        for bit in range(8):
+            spoilt = bytearray(content)
+            spoilt[position] ^= 1 << bit
+            (path / "manifest.json").write_bytes(spoilt)
+            # White space in place of white space means the same.
+            if damage(path) is None and read_manifest(path) != expected:
+                undetected.append((position, bit))
+    assert undetected == []
+
+
+def test_set_aside(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "file").write_text(str(number))
+        assert set_aside(tmp_path / "run") == tmp_path / f"run.{number}"
+    assert (tmp_path / "run.1" / "file").read_text() == "1"
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,237 @@
+"""`inlinevit reproduce`, whole: jobs in processes of their own, resuming, divergence, failures, signals, mistakes."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inlinevit import cli
+from inlinevit.experiments.reproduce import command, reproduce, workers
+from inlinevit.experiments.reproduce.cells import Ended
+from inlinevit.experiments.reproduce.studies import Cell, Study, cell_config
+from inlinevit.tasks.classification.config import ClassificationConfig
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def results(output: Path) -> dict[str, list[str]]:
+    """Seeds of each cell that results.json has."""
+    cells = read_json(output / "results.json")["cells"]
+    return {key: list(cell["runs"]) for key, cell in cells.items() if cell["runs"]}
+
+
+class InThisProcess(workers.Workers):
+    """Trains in the process of the test: a new one takes seconds to start."""
+
+    def run(self) -> None:
+        for place, config in enumerate(self.configs):
+            self.tell(place, None)
+            self.tell(place, workers.train_cell(config))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "Workers", InThisProcess)
+
+
+def change_one(monkeypatch: pytest.MonkeyPatch, key: str, **optimizer: Any) -> None:
+    """Give a cell's runs other settings of the optimizer."""
+
+    def changed(cell: Cell, **arguments: Any) -> ClassificationConfig:
+        config = cell_config(cell, **arguments)
+        return replace(config, optimizer=replace(config.optimizer, **optimizer)) if cell.key == key else config
+
+    monkeypatch.setattr(command, "cell_config", changed)
+
+
+def test_two_jobs_train_what_is_missing(
+    small_studies: dict[str, Study],
+    data: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change_one(monkeypatch, "linear", lr=1e30, clip_grad=None)
+    assert reproduce(data=data, output=str(tmp_path), jobs=2, steps=2) == 0
+    assert results(tmp_path) == {"softmax": ["0", "1"], "linear": ["0"], "inline": ["0", "1"]}
+    record = read_json(tmp_path / "results.json")
+    assert record["settings"] == {"steps": 2, "batch_size": 64, "jobs": 2, "seeds": {"first": 1, "second": 2}}
+    assert record["machine"]["threads"] == 1
+    run = record["cells"]["softmax"]["runs"]["0"]
+    assert set(run) == {"top1", "loss", "seconds", "cpu_seconds"}
+    assert record["cells"]["softmax"]["parameters"] > 1000
+    diverged = record["cells"]["linear"]["runs"]["0"]
+    assert set(diverged) == {"diverged_step", "diverged_what", "seconds", "cpu_seconds"}
+    assert diverged["diverged_step"] == 2
+    printed = capfd.readouterr()
+    assert "0 of 5 runs are there" in printed.err
+    assert "linear-seed0: diverged in step 2" in printed.err
+    assert "Traceback" not in printed.err
+    assert "diverged in 1 of 1 seeds (step 2)" in printed.out
+    assert "holds; linear diverged in 1 of 1" in printed.out
+    # Everything is there now, so nothing is trained, and no data are needed.
+    monkeypatch.setattr(workers, "get_context", None)
+    assert reproduce(output=str(tmp_path), steps=2) == 0
+    assert "5 of 5 runs are there" in capfd.readouterr().err
+    after = read_json(tmp_path / "results.json")
+    assert after["cells"] == record["cells"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_failed_run_does_not_stop_the_others(
+    small_studies: dict[str, Study],
+    data: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        change_one(patch, "softmax", name="no-such-optimizer")
+        assert reproduce(["first"], data=data, output=str(tmp_path), steps=1) == 1
+    printed = capfd.readouterr()
+    assert "softmax-seed0 failed: " in printed.err
+    assert "1 failed: softmax-seed0" in printed.err
+    assert results(tmp_path) == {"linear": ["0"]}
+    assert "not known; runs are missing" in printed.out
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_chosen_studies_and_seeds_only(
+    small_studies: dict[str, Study], data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["reproduce", "first", "--data", data, "--output", str(tmp_path), "--seeds", "2", "--steps", "1"])
+    assert results(tmp_path) == {"softmax": ["0", "1"], "linear": ["0", "1"]}
+    assert read_json(tmp_path / "results.json")["settings"]["seeds"] == {"first": 2, "second": 2}
+    assert "Second" not in capfd.readouterr().out
+    # Without data, what is there is shown.
+    cli.main(["reproduce", "second", "--output", str(tmp_path), "--steps", "1"])
+    assert "2 are not trained without --data" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_runs_of_another_command_are_left_to_it(
+    small_studies: dict[str, Study], data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "softmax-seed0").mkdir()
+    with (tmp_path / "softmax-seed0" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert reproduce(["first"], data=data, output=str(tmp_path), steps=1) == 0
+    assert results(tmp_path) == {"linear": ["0"]}
+    assert "1 are in the hands of another process: softmax-seed0" in capfd.readouterr().err
+
+
+def test_board_on_a_terminal(small_studies: dict[str, Study]) -> None:
+    runs = command.plan({"first": 2})
+    board = command.Board(runs, {run.name: None for run in runs})
+    board.tell(runs[0], None, None)
+    board.tell(runs[1], Ended("failed", "why"), None)
+    board.tell(runs[2], Ended("finished"), command.Outcome(top1=12.5))
+    table = board.table()
+    assert [list(column.cells) for column in table.columns] == [
+        ["softmax", "linear"],
+        ["training", "failed"],
+        ["12.50", ""],
+    ]
+    assert table.caption == "top-1 %; 1 of 4 runs finished, 1 at work"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["firs"], "there is no study called 'firs': did you mean first?"),
+        (["zzz"], "there is no study called 'zzz': choose among first, second"),
+        ([], "nothing yet to show, and no data to train on: name the folder of CIFAR-10's"),
+        (["--data", "/nowhere"], "there is no folder /nowhere: name the folder of CIFAR-10's"),
+        (["--steps", "0"], "steps is 0: it should be at least 1"),
+        (["--jobs", "0"], "jobs is 0: it should be at least 1"),
+        (["--seeds", "-1"], "seeds is -1: it should be at least 1"),
+        (["--steps", "few"], "Got value: few"),
+    ],
+)
+def test_mistakes_get_a_sentence(
+    small_studies: dict[str, Study], words: list[str], remedy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["reproduce", *words, "--output", str(tmp_path / "new")])
+    assert caught.value.code in (1, 2)
+    printed = capfd.readouterr().err
+    assert remedy in printed
+    assert printed.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_folder_with_other_settings_is_refused(small_studies: dict[str, Study], data: str, tmp_path: Path) -> None:
+    reproduce(["first"], data=data, output=str(tmp_path), steps=1)
+    before = (tmp_path / "results.json").read_text()
+    # Even by a study that has no run of it: all runs of a folder share one record.
+    with pytest.raises(ValueError, match=r"schedule\.steps was 1 and is 2.*: name another folder with --output, or"):
+        reproduce(["second"], data=data, output=str(tmp_path), steps=2)
+    assert (tmp_path / "results.json").read_text() == before
+
+
+def test_list_trains_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    cli.main(["reproduce", "--list"])
+    assert "injectivity: " in capfd.readouterr().out
+
+
+def test_worker_ends_with_who_sends_it_work() -> None:
+    ours, theirs = Pipe()
+    ours.close()
+    workers.work(theirs)
+
+
+@pytest.mark.slow
+def test_process_that_dies_is_one_failed_run() -> None:
+    """The others get a new process."""
+    told: list[tuple[int, Ended | None]] = []
+    group = workers.Workers([Deadly(), Deadly()], 1, lambda place, ended: told.append((place, ended)))  # type: ignore[list-item]
+    group.run()
+    code = Ended("failed", "its process ended with code 3")
+    assert told == [(0, None), (0, code), (1, None), (1, code)]
+
+
+class Deadly:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (3,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_stopped_by_a_signal(number: signal.Signals, data: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "inlinevit", "reproduce", "softmax", "--data", data, "--output", str(tmp_path)]
+    words += ["--jobs", "2", "--seeds", "1", "--steps"]
+    process = subprocess.Popen(
+        [*words, "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    runs = [tmp_path / "softmax-seed0", tmp_path / "softmax-unit-seed0"]
+    deadline = time.monotonic() + 300
+    # Each epoch is one step, and leaves a checkpoint.
+    while not all(list(run.glob("checkpoints/step-*")) for run in runs) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert said.splitlines() == ["0 of 2 runs are there", "stopped: the same command goes on from here"]
+    for run in runs:
+        assert not (run / "results.json").exists()
+        assert len(list(run.glob("checkpoints/step-*"))) == 1
+        with (run / ".lock").open("w") as lock:
+            # Nobody holds it any more.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

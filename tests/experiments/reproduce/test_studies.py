@@ -1,0 +1,74 @@
+"""The table of studies, the order of its runs, and the recipes that are rows of it."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from inlinevit.cli import parse_config
+from inlinevit.engine.config import flattened, to_plain
+from inlinevit.experiments.reproduce import describe_studies
+from inlinevit.experiments.reproduce.studies import STUDIES, Cell, Study, cell_config, cells_of, plan
+from inlinevit.experiments.reproduce.tables import RECIPE_CELLS, RECIPES, train_command
+from inlinevit.tasks.classification.model import build_model
+from tests import ROOT
+
+CELLS = cells_of(STUDIES.values())
+
+
+def test_first_seeds_come_first_and_nothing_twice(small_studies: dict[str, Study]) -> None:
+    names = [run.name for run in plan({"first": 1, "second": 2})]
+    assert names == ["softmax-seed0", "linear-seed0", "inline-seed0", "softmax-seed1", "inline-seed1"]
+    assert [run.name for run in plan({"first": 2})][2:] == ["softmax-seed1", "linear-seed1"]
+
+
+def test_cells_of_one_key_are_the_same() -> None:
+    """Studies that share a key share its runs."""
+    for study in STUDIES.values():
+        for cell in study.cells:
+            assert cell in CELLS
+    assert len(CELLS) == 27
+    assert len(plan({name: study.seeds for name, study in STUDIES.items()})) == 70
+
+
+def test_claims_speak_of_cells_of_their_study() -> None:
+    for study in STUDIES.values():
+        keys = {cell.key for cell in study.cells}
+        assert {key for claim in study.claims for pair in claim.pairs for key in pair} <= keys
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=[cell.key for cell in CELLS])
+def test_a_command_trains_each_row_alone(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(train_command(cell, seed=1))
+    assert words[:2] == ["inlinevit", "train"]
+    assert parse_config(words[2:]) == cell_config(cell, seed=1)
+
+
+@pytest.mark.parametrize("model", RECIPES, ids=list(RECIPES.values()))
+def test_recipes_are_rows(model: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe, cell = RECIPES[model], RECIPE_CELLS[model]
+    assert parse_config(["--config", recipe]) == cell_config(cell)
+    assert f'row "{cell.label}"' in Path(recipe).read_text()
+
+
+def test_runs_of_one_model_differ_in_its_options_only() -> None:
+    first, *others = [cell for cell in CELLS if cell.model == CELLS[0].model]
+    for other in others:
+        one, two = (flattened(to_plain(cell_config(cell))) for cell in (first, other))
+        changed = {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)}
+        assert all(name.startswith("model.kwargs.attention") or name == "run.output" for name in changed)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=[cell.key for cell in CELLS])
+def test_every_cell_has_a_model(cell: Cell) -> None:
+    model = build_model(cell_config(cell).model, num_classes=10)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 10_000
+
+
+def test_description_names_all() -> None:
+    text = describe_studies()
+    assert all(f"{name}: {study.title}" in text for name, study in STUDIES.items())
+    assert all(f"  {cell.key}, " in text for cell in CELLS)
+    assert "27 different cells, 70 runs of 1000 steps" in text

@@ -1,0 +1,239 @@
+"""Evaluation of detectors: every image once, the same for any number of processes, and the command with its files."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torch import Tensor, nn
+
+from inlinevit.engine.config import to_plain
+from inlinevit.tasks.detection.coco import Category, CocoSource, open_coco
+from inlinevit.tasks.detection.config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
+from inlinevit.tasks.detection.evaluate import (
+    collect_results,
+    evaluate,
+    evaluate_command,
+    evaluation_data,
+    match_categories,
+)
+from inlinevit.tasks.detection.metrics import NUMBERS
+from tests.tasks.detection.runs import make_run
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As many threads as other processes have: sums may depend on it. And no precision of an earlier test."""
+    AcceleratorState._reset_state()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(draw_coco: Any, tmp_path_factory: pytest.TempPathFactory) -> DetectionDataConfig:
+    """Five images, so that two processes have shares of different sizes; the last one has no objects."""
+    folder = draw_coco(tmp_path_factory.mktemp("coco"), {"train2017": 2, "val2017": 5})
+    return DetectionDataConfig(path=str(folder), workers=0)
+
+
+@pytest.fixture(scope="module")
+def run(data: DetectionDataConfig, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A training run whose detector knows nothing and tells all."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    make_run(folder, data, box_score_thresh=0.0, box_detections_per_img=20)
+    return str(folder)
+
+
+class Knowing(nn.Module):
+    """Finds all boxes of a source, which it knows by heart, under labels of its own."""
+
+    def __init__(self, source: CocoSource, names: list[str]) -> None:
+        super().__init__()
+        self.transform = SimpleNamespace(pastes_masks=True)
+        self.known = {}
+        for index in range(len(source)):
+            target = source.read_target(index)
+            labels = [names.index(source.categories[label - 1].name) + 1 for label in target["labels"].tolist()]
+            pixels = torch.tensor(list(source.read_image(index).tobytes()), dtype=torch.uint8)
+            self.known[int(pixels.sum())] = target["boxes"], torch.tensor(labels, dtype=torch.long)
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        (image,) = images
+        boxes, labels = self.known[round(float(image.double().sum()) * 255)]
+        masks = torch.ones(len(boxes), 1, 28, 28)
+        return [{"boxes": boxes, "labels": labels, "scores": torch.full((len(boxes),), 0.9), "masks": masks}]
+
+
+def test_labels_are_mapped_back_to_the_ids_of_the_data(data: DetectionDataConfig) -> None:
+    source = open_coco(data, training=False)
+    accelerator = Accelerator(cpu=True)
+    outcome = evaluate(Knowing(source, ["disc", "square", "triangle"]), source, data, accelerator)
+    assert outcome.numbers()["box_AP"] == pytest.approx(1)
+    assert 0 < outcome.numbers()["mask_AP"] < 1
+    assert outcome.images == 5
+    # A model that knows the categories in another order, with other ids.
+    known = [Category(1, "triangle"), Category(2, "disc"), Category(3, "square")]
+    model = Knowing(source, ["triangle", "disc", "square"])
+    own = match_categories(known, source)
+    assert own == [Category(90, "triangle"), Category(3, "disc"), Category(7, "square")]
+    results = collect_results(model, source, data, accelerator, categories=own)
+    found = [(one["image_id"], one["category_id"]) for one in results]
+    truth = source.ground_truth()["annotations"]
+    assert found == [(one["image_id"], one["category_id"]) for one in truth if not one["iscrowd"]]
+    assert evaluate(model, source, data, accelerator).numbers()["box_AP"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["disc", "square"], r"the model does not know 1 category \(triangle\) of the images: name images with"),
+        (["disc", "square", "triangle", "dog"], r"the images do not have 1 category \(dog\) of the model: name"),
+        (["a", "b", "c", "d"], r"3 categories \(disc, square, triangle\) .* 4 categories \(a, b, c, …\) of the model"),
+    ],
+)
+def test_other_categories_are_refused(names: list[str], message: str, data: DetectionDataConfig) -> None:
+    known = [Category(number, name) for number, name in enumerate(names)]
+    with pytest.raises(ValueError, match=message):
+        match_categories(known, open_coco(data, training=False))
+
+
+def test_categories_of_one_name_are_refused() -> None:
+    source = SimpleNamespace(file="file.json", categories=[Category(1, "a"), Category(2, "a")])
+    with pytest.raises(ValueError, match=r"file\.json has two categories called a: rename one"):
+        match_categories([Category(1, "a")], source)
+
+
+def test_the_data_are_those_of_the_run_unless_others_are_named(run: str, data: DetectionDataConfig) -> None:
+    assert evaluation_data(run, DetectionDataOptions()) == data
+    changed = DetectionDataOptions(eval_split="train2017", max_eval_samples=1)
+    assert evaluation_data(run, changed) == replace(data, eval_split="train2017", max_eval_samples=1)
+    for place in ({"path": "elsewhere"}, {"eval_annotations": "a.json"}):
+        assert evaluation_data(run, DetectionDataOptions(**place)) == DetectionDataConfig(**place)
+    assert evaluation_data(None, changed) == DetectionDataConfig(eval_split="train2017", max_eval_samples=1)
+
+
+def test_what_is_said_counts_even_if_it_is_the_default(data: DetectionDataConfig, tmp_path: Path) -> None:
+    config = DetectionConfig(data=replace(data, eval_split="train2017", max_eval_samples=2))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+    said = DetectionDataOptions(eval_split="val2017", max_eval_samples="all")
+    assert evaluation_data(str(tmp_path), said) == replace(data, eval_split="val2017", max_eval_samples=None)
+
+
+def test_the_command_and_its_files(
+    run: str, data: DetectionDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "new"))
+    shown = capsys.readouterr().out
+    assert "mask_rcnn on test_convnext, 64 pixels" in shown
+    assert all(word in shown for word in ("AP50", "AR100", "boxes", "masks", "triangle"))
+    told = json.loads((tmp_path / "new" / "evaluation.json").read_text())
+    truth = f"{data.path}/annotations/instances_val2017.json"
+    assert (told["run"], told["data"], told["images"]) == (run, truth, 5)
+    for part, iou_type in (("box", "bbox"), ("mask", "segm")):
+        file = tmp_path / "new" / f"results_{iou_type}.json"
+        assert len(json.loads(file.read_text())) == 5 * 20
+        with contextlib.redirect_stdout(io.StringIO()):
+            coco = COCO(truth)
+            evaluation = COCOeval(coco, coco.loadRes(str(file)), iou_type)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+        ours = [told[f"{part}_{name}"] for name in NUMBERS]
+        assert [-1 if value is None else value for value in ours] == evaluation.stats.tolist()
+    with (tmp_path / "new" / "per_class.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["id"], row["name"]) for row in rows] == [("3", "disc"), ("7", "square"), ("90", "triangle")]
+    assert [row["mask_AP"] for row in rows] == [
+        "" if one["mask_AP"] is None else str(one["mask_AP"]) for one in told["per_class"]
+    ]
+
+
+def test_stored_results_give_the_same_numbers(
+    run: str, data: DetectionDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "model"))
+    files = [str(tmp_path / "model" / f"results_{kind}.json") for kind in ("bbox", "segm")]
+    evaluate_command(
+        None, DetectionDataOptions(path=data.path, workers=0), output=str(tmp_path / "stored"), results=files
+    )
+    model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
+    assert {**model, "run": None, "results": files} == stored
+    assert not list((tmp_path / "stored").glob("results*"))
+    # Boxes alone, on the data of a run.
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "stored"), results=files[:1])
+    boxes = json.loads((tmp_path / "stored" / "evaluation.json").read_text())
+    assert boxes["box_AP"] == model["box_AP"]
+    assert "mask_AP" not in boxes
+    assert boxes["per_class"][0]["mask_AP"] is None
+
+
+def test_what_the_command_cannot_do_is_told(run: str, data: DetectionDataConfig) -> None:
+    with pytest.raises(ValueError, match="name the folder of a training run, or results with --results"):
+        evaluate_command(None, DetectionDataOptions())
+    with pytest.raises(ValueError, match="leave out --checkpoint"):
+        evaluate_command(None, DetectionDataOptions(), checkpoint="best", results=["a.json"])
+
+
+def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> None:
+    evaluate_command(run, DetectionDataOptions(max_eval_samples=1), output=str(tmp_path), precision="bf16")
+    assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
+    AcceleratorState._reset_state()
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="fp16 needs a GPU"):
+            evaluate_command(run, DetectionDataOptions(), precision="fp16")
+
+
+SCRIPT = """
+import sys
+from accelerate import Accelerator
+import inlinevit.tasks.detection.evaluate as module
+from inlinevit.tasks.detection.config import DetectionDataOptions
+from inlinevit.tasks.detection.evaluate import evaluate_command
+from inlinevit.engine.setup import shard_model
+
+opened = module.load_detector
+
+def open_sharded(*arguments, **options):
+    ready = opened(*arguments, **options)
+    shard_model(ready.model, Accelerator(cpu=True))
+    return ready
+
+if sys.argv[3] == "sharded":
+    module.load_detector = open_sharded
+evaluate_command(sys.argv[1], DetectionDataOptions(), output=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
+    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
+    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "one"))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("5 images") == 1
+    for name in ("results_bbox.json", "results_segm.json", "evaluation.json", "per_class.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert len(json.loads((tmp_path / "two" / "results_segm.json").read_text())) == 5 * 20

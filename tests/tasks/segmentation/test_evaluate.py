@@ -1,0 +1,212 @@
+"""Evaluation of segmentations: every image once, the same for any number of processes, the command with its files."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from PIL import Image
+from torch import Tensor, nn
+
+from inlinevit.tasks.segmentation.ade import open_ade
+from inlinevit.tasks.segmentation.config import InferenceConfig, SegmentationDataConfig, SegmentationDataOptions
+from inlinevit.tasks.segmentation.evaluate import evaluate, evaluate_command, evaluation_labels, print_tables
+from inlinevit.tasks.segmentation.inference import InferenceOptions
+from inlinevit.tasks.segmentation.labels import LabelMap, ade_labels
+from inlinevit.tasks.segmentation.metrics import SegmentationEvaluation
+from inlinevit.tasks.segmentation.predictor import load_segmenter
+from tests.tasks.segmentation.runs import CLASSES, draw_data, make_run
+
+UNCHANGED = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+WHOLE = InferenceConfig(min_size=None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As many threads as other processes have: sums may depend on it. And no precision of an earlier test."""
+    AcceleratorState._reset_state()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> SegmentationDataConfig:
+    """Five images, so that two processes have shares of different sizes."""
+    folder = tmp_path_factory.mktemp("data")
+    draw_data(folder, 5)
+    return SegmentationDataConfig(path=str(folder), workers=0)
+
+
+@pytest.fixture(scope="module")
+def run(data: SegmentationDataConfig, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A training run whose model knows nothing."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    make_run(folder, data)
+    return str(folder)
+
+
+class Knowing(nn.Module):
+    """Takes colours for classes, which is right, but never sees blue."""
+
+    def __init__(self, is_blind: bool = False) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.tensor([1.0, 1.0, 0.0 if is_blind else 1.0]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return 10 * images * self.factors[:, None, None]
+
+
+def test_what_is_right_is_right_and_the_ignored_never_count(data: SegmentationDataConfig) -> None:
+    source = open_ade(data, LabelMap.from_plain(CLASSES, "here"), training=False)
+    accelerator = Accelerator(cpu=True)
+    outcome = evaluate(Knowing(), source, data, WHOLE, UNCHANGED, accelerator)
+    assert outcome.numbers() == {"miou": 1, "macc": 1, "pixel_accuracy": 1}
+    assert outcome.images == 5
+    truth = [source.read_labels(index) for index in range(5)]
+    counted = torch.cat([labels[labels != 255] for labels in truth])
+    assert int(outcome.confusion.sum()) == len(counted) < sum(labels.numel() for labels in truth)
+    blind = evaluate(Knowing(is_blind=True), source, data, WHOLE, UNCHANGED, accelerator)
+    assert blind.class_accuracy().tolist() == [1, 1, 0]
+    # What is blue is taken for the first class.
+    red, blue = int((counted == 0).sum()), int((counted == 2).sum())
+    assert blind.class_iou().tolist() == pytest.approx([red / (red + blue), 1, 0])
+
+
+def test_windows_give_the_same_numbers_to_a_model_that_sees_single_pixels(data: SegmentationDataConfig) -> None:
+    source = open_ade(data, LabelMap.from_plain(CLASSES, "here"), training=False)
+    inference = InferenceConfig(min_size=None, window_size=16, flip=True)
+    outcome = evaluate(Knowing(), source, data, inference, UNCHANGED, Accelerator(cpu=True))
+    assert outcome.numbers() == {"miou": 1, "macc": 1, "pixel_accuracy": 1}
+
+
+def test_the_command_and_its_files(
+    run: str, data: SegmentationDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate_command(run, SegmentationDataOptions(), InferenceOptions(), output=str(tmp_path / "new"))
+    shown = capsys.readouterr().out
+    title = "semantic_fpn on test_convnext, shorter side 48, whole images, "
+    assert f"{title}{data.path}/images/validation, 5 images" in shown
+    assert all(word in shown for word in ("mIoU %", "mAcc %", "pixel accuracy %", "green [b]", "IoU %"))
+    told = json.loads((tmp_path / "new" / "evaluation.json").read_text())
+    assert (told["run"], told["data"], told["images"]) == (run, f"{data.path}/images/validation", 5)
+    assert told["inference"] == vars(InferenceConfig(min_size=48))
+    outcome = SegmentationEvaluation(torch.tensor(told["confusion"]), 5)
+    assert {name: told[name] for name in ("miou", "macc", "pixel_accuracy")} == outcome.numbers()
+    with (tmp_path / "new" / "per_class.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["name"] for row in rows] == ["red", "green [b]", "blue"]
+    assert [int(row["pixels"]) for row in rows] == outcome.confusion.sum(dim=1).tolist()
+    assert [int(row["predicted"]) for row in rows] == outcome.confusion.sum(dim=0).tolist()
+    for name in ("iou", "accuracy"):
+        values = [one[name] for one in told["per_class"]]
+        assert [row[name] for row in rows] == ["" if value is None else str(value) for value in values]
+    assert min(Image.open(tmp_path / "new" / "confusion.png").size) > 500
+
+
+def test_what_is_said_is_done(
+    run: str, data: SegmentationDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inference = InferenceOptions(min_size="original", window_size=40, scales=[0.5, 1.0], flip=True)
+    evaluate_command(run, SegmentationDataOptions(max_eval_samples=2), inference, output=str(tmp_path))
+    told = json.loads((tmp_path / "evaluation.json").read_text())
+    assert told["images"] == 2
+    expected = InferenceConfig(min_size=None, window_size=40, scales=[0.5, 1.0], flip=True)
+    assert told["inference"] == vars(expected)
+    # The same as without the command.
+    segmenter = load_segmenter(run)
+    source = open_ade(replace(data, max_eval_samples=2), segmenter.labels, training=False)
+    accelerator = Accelerator(cpu=True)
+    outcome = evaluate(segmenter.model, source, data, expected, segmenter.mean_std, accelerator)
+    assert outcome.confusion.tolist() == told["confusion"]
+
+
+def test_half_precision(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
+    short = SegmentationDataOptions(max_eval_samples=1)
+    evaluate_command(run, short, InferenceOptions(), output=str(tmp_path), precision="bf16")
+    assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
+    AcceleratorState._reset_state()
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="fp16 needs a GPU"):
+            evaluate_command(run, SegmentationDataOptions(), InferenceOptions(), precision="fp16")
+
+
+def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
+    segmenter = load_segmenter(run)
+    # Nothing is said: those that the run has noted.
+    assert evaluation_labels(segmenter, data) is segmenter.labels
+    # Other data may have other values for the same classes.
+    file = tmp_path / "labels.yaml"
+    names = ["red", "green [b]", "blue"]
+    other = {"classes": [{"name": name, "values": [number]} for number, name in enumerate(names)]}
+    file.write_text(yaml.safe_dump(other))
+    labels = evaluation_labels(segmenter, replace(data, labels=str(file)))
+    assert labels.to_values(torch.tensor([[0, 1, 2]])).tolist() == [[0, 1, 2]]
+    for wrong in (names[::-1], names[:2], ["a", "b", "c", "d", "e", "f"]):
+        other = {"classes": [{"name": name, "values": [number]} for number, name in enumerate(wrong)]}
+        file.write_text(yaml.safe_dump(other))
+        with pytest.raises(
+            ValueError, match=r"labels\.yaml has other classes than the model, .* in place of red, green"
+        ):
+            evaluation_labels(segmenter, replace(data, labels=str(file)))
+
+
+def test_with_many_classes_the_worst_and_the_best_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    confusion = torch.diag(torch.arange(30))
+    confusion[:, 7] += 1
+    print_tables(SegmentationEvaluation(confusion, 1), ade_labels(30), ["a model"])
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.count("│") == 5]
+    assert len(lines) == 5
+    # The first class has no pixel that is right, and the eighth gets one of each.
+    assert [lines[0][0].strip(), lines[1][0].strip(), lines[0][2].strip()] == ["1", "8", "30"]
+
+
+SCRIPT = """
+import sys
+from accelerate import Accelerator
+import inlinevit.tasks.segmentation.evaluate as module
+from inlinevit.tasks.segmentation.config import SegmentationDataOptions
+from inlinevit.tasks.segmentation.evaluate import evaluate_command
+from inlinevit.tasks.segmentation.inference import InferenceOptions
+from inlinevit.engine.setup import shard_model
+
+opened = module.load_segmenter
+
+def open_sharded(*arguments, **options):
+    ready = opened(*arguments, **options)
+    shard_model(ready.model, Accelerator(cpu=True))
+    return ready
+
+if sys.argv[3] == "sharded":
+    module.load_segmenter = open_sharded
+inference = InferenceOptions(window_size=40, flip=True)
+evaluate_command(sys.argv[1], SegmentationDataOptions(), inference, output=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
+    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
+    inference = InferenceOptions(window_size=40, flip=True)
+    evaluate_command(run, SegmentationDataOptions(), inference, output=str(tmp_path / "one"))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("5 images") == 1
+    for name in ("evaluation.json", "per_class.csv", "confusion.png"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
