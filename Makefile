@@ -33,10 +33,11 @@ faults: install  ## kill, starve, damage and disturb training runs, and print a 
 fuzz: install  ## give 10,000 broken inputs to each reader of files, and print a table (docs/reliability.md)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py $(ARGS)
 
-lint: install  ## ruff check, ruff format --check, mypy
+lint: install  ## ruff check, ruff format --check, mypy, import-linter
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: install  ## fix and format in place
 	$(BIN)/ruff check --fix

@@ -1,13 +1,30 @@
 """InLine attention: linear attention made injective and local, and the vision transformers built on it.
 
-Importing this package registers its models with timm: `timm.create_model("inline_swin_tiny")`.
+Importing this package registers its models with timm: `timm.create_model("inline_swin_tiny")`. They are registered when
+timm is imported, before or after this package, so that importing this package alone costs nothing.
 """
 
-from . import layers, models, ops
-from .layers import InLineAttention
-from .models import load_checkpoint
-from .models.inference import optimize_for_inference
+from types import ModuleType
+
+import lazy_loader
+import wrapt
 
 __version__ = "0.1.0"
 
 __all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops", "optimize_for_inference"]
+
+__getattr__, __dir__, _ = lazy_loader.attach(
+    __name__,
+    submodules=["layers", "models", "ops"],
+    submod_attrs={
+        "layers": ["InLineAttention"],
+        "models": ["load_checkpoint"],
+        "models.inference": ["optimize_for_inference"],
+    },
+)
+
+
+@wrapt.when_imported("timm.models")
+def register_models(timm_models: ModuleType) -> None:
+    """Register the models with timm."""
+    from . import models  # noqa: F401

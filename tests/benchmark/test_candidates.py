@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
-from inlinevit.benchmark.candidates import create_model, layer_rounds, model_rounds, parse_model
+from inlinevit.benchmark.candidates import create_model, layer_rounds, model_rounds
 from inlinevit.layers.inline_attention import PATHS
+from inlinevit.models.factory import parse_model
 
 CPU = torch.device("cpu")
 

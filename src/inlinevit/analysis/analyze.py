@@ -15,10 +15,10 @@ from rich.progress import track
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
-from ..benchmark.candidates import parse_model
 from ..engine.config import MOST_IMAGES
 from ..engine.outputs import check_output_folder
 from ..layers import ATTENTIONS, TokenMixer
+from ..models.factory import parse_model
 from ..report import STYLES, Block, Report, Section, Table, Text
 from ..tasks.classification.config import ClassificationDataOptions, DataConfig, ModelConfig
 from ..tasks.classification.dataset import UnreadableCounter, make_eval_loader

@@ -1,19 +1,18 @@
 """What can be measured: attention layers on square grids, and any of timm's models."""
 
-import re
 from collections.abc import Sequence
 from math import isqrt
 from typing import Any
 
 import timm
 import torch
-import yaml
 from torch import Tensor, nn
 
 from ..layers import InLineAttention, LinearAttention, SoftmaxAttention, TokenMixer
 from ..layers.inline_attention import PATHS
+from ..models.factory import parse_model
 from ..utils.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
-from ..utils.validation import MOST_PIXELS, Range, check_value, did_you_mean, require
+from ..utils.validation import MOST_PIXELS, Range, check_value, require
 from .measure import Candidate, Round, draw_input, draw_weights
 
 # Images are measured at multiples of the coarsest stride that models usually have.
@@ -134,21 +133,6 @@ def check_side(name: str, pixels: int) -> None:
     remedy = f"{lower} or {lower + STRIDE} would be"
     require(pixels > 0 and pixels % STRIDE == 0, f"{name} {pixels} is no multiple of {STRIDE}: {remedy}")
     check_value(name, pixels, int, Range(1, MOST_PIXELS))
-
-
-def parse_model(text: str) -> tuple[str, dict[str, Any]]:
-    """NAME:OPTION=VALUE,OPTION=VALUE as a name that timm knows and options; values may be lists, as in [8,4,2,1]."""
-    name, _, words = text.partition(":")
-    if not timm.is_model(name):
-        near = did_you_mean(name, timm.list_models())
-        raise ValueError(f"timm knows no model {name!r}: {near or 'timm.list_models() lists those it knows'}")
-    options: dict[str, Any] = {}
-    # Not at the commas within lists.
-    for word in re.split(r",(?![^\[]*\])", words) if words else []:
-        option, equals, value = word.partition("=")
-        require(bool(option and equals), f"{word!r} in {text!r} is no option: write NAME:OPTION=VALUE,OPTION=VALUE")
-        options[option] = yaml.safe_load(value)
-    return name, options
 
 
 def create_model(name: str, options: dict[str, Any], size: int) -> nn.Module:

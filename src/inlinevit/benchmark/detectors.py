@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
+from ..models.factory import parse_model
 from ..tasks.detection.config import DetectorConfig
 from ..tasks.detection.cost import BOXES, CATEGORIES, MASKS, Kind, detector_cost, stages_of
 from ..tasks.detection.model import PyramidRCNN, build_detector
 from ..utils.memory import require_memory_for_images
 from ..utils.validation import did_you_mean, require
-from .candidates import check_side, parse_model
+from .candidates import check_side
 from .measure import SEED, Candidate, Round, draw_input
 
 # Objects of an image that is trained on.

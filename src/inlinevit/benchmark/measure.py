@@ -14,12 +14,12 @@ from rich.progress import Progress
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from .. import optimize_for_inference
 from ..engine.config import MOST_STEPS, MOST_WORKERS
 from ..layers import InLineAttention
 from ..models._backbone import Backbone
 from ..models.catalog import count_macs
 from ..models.catalog import measure as count_for_catalog
+from ..models.inference import optimize_for_inference
 from ..utils.validation import Range, check_value, require
 from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
 from .memory import peak_memory

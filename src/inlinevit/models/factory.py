@@ -12,8 +12,9 @@ import torch
 from timm.models import build_model_with_cfg, get_pretrained_cfg, is_model, model_entrypoint, split_model_name_tag
 from torch import Tensor, nn
 
+from ..utils.files import parse_yaml
 from ..utils.memory import require_memory_for_images, require_memory_for_model
-from ..utils.validation import did_you_mean, shorten
+from ..utils.validation import did_you_mean, require, shorten
 from ._weight_files import FLOATS, classes_of_head, describe, one_line, require_floats
 
 # What timm takes besides the arguments of a model: the commands see to these.
@@ -295,3 +296,18 @@ def _heads(name: str) -> list[str]:
     made_for = get_pretrained_cfg(name)
     heads = made_for.classifier if made_for is not None else None
     return [] if not heads else [heads] if isinstance(heads, str) else list(heads)
+
+
+def parse_model(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME:OPTION=VALUE,OPTION=VALUE as a name that timm knows and options; values may be lists, as in [8,4,2,1]."""
+    name, _, words = text.partition(":")
+    if not timm.is_model(name):
+        near = did_you_mean(name, timm.list_models())
+        raise ValueError(f"timm knows no model {name!r}: {near or 'timm.list_models() lists those it knows'}")
+    options: dict[str, Any] = {}
+    # Not at the commas within lists.
+    for word in re.split(r",(?![^\[]*\])", words) if words else []:
+        option, equals, value = word.partition("=")
+        require(bool(option and equals), f"{word!r} in {text!r} is no option: write NAME:OPTION=VALUE,OPTION=VALUE")
+        options[option] = parse_yaml(value)
+    return name, options

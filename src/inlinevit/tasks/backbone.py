@@ -1,6 +1,5 @@
-"""The backbone of a model for dense tasks: what it can be told, and the weights that it starts from."""
+"""The backbone of a detector or segmenter, with the weights that it starts from."""
 
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,8 @@ from ..models.factory import (
     is_ours,
     share_taken,
 )
-from ..utils.validation import check_fields, require
+from ..utils.validation import require
+from .backbone_config import BackboneConfig
 
 # Arguments of backbones that BackboneConfig has its own words for, or that the task decides.
 OWN_WORDS = {
@@ -35,38 +35,6 @@ MEAN_COLOUR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 PROBE_SIZE = (96, 160)
 # A file that holds a smaller share of a backbone's weights is one for another model.
 LEAST_SHARE = 0.5
-
-
-@dataclass
-class BackboneConfig:
-    """A backbone, and the weights that it starts from."""
-
-    backbone: str = "inline_pvt_tiny"
-    """Any model of ours or of timm's that gives features at strides 4, 8, 16 and 32."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the backbone, such as attention: softmax."""
-    pretrained: bool = False
-    """Start from the published weights of the backbone."""
-    checkpoint: str | None = None
-    """Start from the weights in a file, of the backbone or of a whole model; their classes may differ."""
-    drop_path_rate: float = 0.1
-    """Share of the backbone's residual branches that are left out in training, in the last block; it rises linearly
-    up to there."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "model", **self.most())
-        require(
-            0 <= self.drop_path_rate < 1,
-            f"model.drop_path_rate is {self.drop_path_rate}: it should be from 0 to below 1",
-        )
-        require(
-            not self.pretrained or self.checkpoint is None,
-            "model.pretrained and model.checkpoint each say what to start from: choose one of them",
-        )
-
-    def most(self) -> dict[str, float]:
-        """The largest values of the fields that a task adds, by name."""
-        return {}
 
 
 def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = None) -> nn.Module:

@@ -1,5 +1,6 @@
-"""Objects in images, with boxes and masks: data in COCO format, Mask R-CNN and its cascade, evaluation, prediction."""
+"""Object detection and instance segmentation: COCO data, Mask R-CNN and Cascade Mask R-CNN."""
 
-from .model import build_detector, cascade_mask_rcnn, mask_rcnn
+import lazy_loader
 
 __all__ = ["build_detector", "cascade_mask_rcnn", "mask_rcnn"]
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"model": __all__})

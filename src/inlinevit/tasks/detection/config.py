@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from ...engine.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig
 from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, require
-from ..backbone import BackboneConfig
+from ..backbone_config import BackboneConfig
 
 
 @dataclass

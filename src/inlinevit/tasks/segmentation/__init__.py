@@ -1,5 +1,6 @@
-"""A class for each pixel: data in ADE20K's layout, SemanticFPN and UperNet, evaluation, prediction."""
+"""Semantic segmentation: ADE20K's layout, SemanticFPN and UperNet."""
 
-from .model import build_segmenter, semantic_fpn, upernet
+import lazy_loader
 
 __all__ = ["build_segmenter", "semantic_fpn", "upernet"]
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"model": __all__})

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ...engine.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig
 from ...utils.validation import MOST_PIXELS, check_fields, require
-from ..backbone import BackboneConfig
+from ..backbone_config import BackboneConfig
 
 # Factors that images are scaled by are not larger.
 MOST_SCALE = 100
