@@ -2,7 +2,6 @@
 
 import errno
 import fnmatch
-import inspect
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 
 from . import __version__
+from .tasks import TASKS, TaskEntry
 from .utils.files import read_yaml
 
 try:
@@ -338,173 +338,82 @@ def run_training(task: "Task", config: "TrainConfig") -> None:
     trainer.accelerator.end_training()
 
 
-def train_parser() -> ArgumentParser:
-    """The arguments of `inlinevit train`: a recipe, and the fields of ClassificationConfig."""
-    from .tasks.classification.config import ClassificationConfig
+def entry_parser(entry: TaskEntry, what: str) -> ArgumentParser:
+    """The arguments of train, eval or predict of a task."""
+    name = f"{entry.command} {what}".strip()
+    if what == "train":
+        return recipe_parser(name, f"Train a model: {entry.description}.", entry.load_config(), entry.recipe)
+    parser = new_parser(name, f"{what.capitalize()}: {entry.description}.")
+    help = "folder of a training run" + (", or name of a model" if entry.accepts_names else "")
+    if what == "eval":
+        parser.add_argument("model", type=str, nargs=None if entry.needs_model else "?", default=None, help=help)
+        parser.add_class_arguments(entry.load_eval_options())
+    else:
+        parser.add_argument("model", type=str, help=help)
+        parser.add_argument("images", nargs="+", type=str, help="images, folders of them, or patterns such as '*.jpg'")
+        parser.add_class_arguments(entry.load_predict_options())
+    return parser
 
-    return recipe_parser("train", "Train a classifier.", ClassificationConfig, "recipes/inline_swin_tiny.yaml")
+
+def run_entry(entry: TaskEntry, what: str, settings: Namespace) -> int | None:
+    """Train, evaluate or predict."""
+    from .engine.evaluator import evaluate_command
+    from .engine.predictor import predict_command
+
+    task = entry.load_task()
+    if what == "train":
+        config = to_config(settings, entry.load_config())
+        run_training(task(config), config)
+        return None
+    if what == "eval":
+        evaluate_command(task, settings.model, to_config(settings, entry.load_eval_options()))
+        return None
+    return predict_command(task, settings.model, settings.images, to_config(settings, entry.load_predict_options()))
+
+
+def parse_task_config(task: str, arguments: Sequence[str]) -> Any:
+    """The configuration that `train` of a task would use."""
+    parser = entry_parser(TASKS[task], "train")
+    return to_config(parser.instantiate(parser.parse_args(list(arguments))), TASKS[task].load_config())
 
 
 def parse_config(arguments: Sequence[str]) -> "ClassificationConfig":
     """The configuration that `inlinevit train` would use."""
-    from .tasks.classification.config import ClassificationConfig
-
-    parser = train_parser()
-    return to_config(parser.instantiate(parser.parse_args(list(arguments))), ClassificationConfig)
-
-
-def train(settings: Namespace) -> None:
-    """Train a classifier."""
-    from .tasks.classification.config import ClassificationConfig
-    from .tasks.classification.task import Classification
-
-    config = to_config(settings, ClassificationConfig)
-    run_training(Classification(config), config)
-
-
-def eval_parser() -> ArgumentParser:
-    """The arguments of `inlinevit eval`: those of evaluate_command."""
-    from .tasks.classification.evaluate import evaluate_command
-
-    parser = new_parser("eval", "Evaluate a classifier.")
-    parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
-    parser.add_function_arguments(evaluate_command, skip={"model"})
-    return parser
-
-
-def evaluate(settings: Namespace) -> None:
-    """Evaluate a classifier."""
-    from .tasks.classification.evaluate import evaluate_command
-
-    evaluate_command(**vars(settings))
-
-
-def predict_parser() -> ArgumentParser:
-    """The arguments of `inlinevit predict`: those of predict_command."""
-    from .tasks.classification.predict import predict_command
-
-    parser = new_parser("predict", "Tell the classes of images.")
-    parser.add_argument("model", type=str, help="folder of a training run, or name of a model")
-    parser.add_argument("images", nargs="+", type=str, help="images, folders of images, or patterns such as '*.jpg'")
-    parser.add_function_arguments(predict_command, skip={"model", "images"})
-    return parser
-
-
-def predict(settings: Namespace) -> int:
-    """Tell the classes of images."""
-    from .tasks.classification.predict import predict_command
-
-    return predict_command(**vars(settings))
-
-
-class DenseTask(NamedTuple):
-    """What `inlinevit detect` and `inlinevit segment` consist of.
-
-    Attributes:
-        name: Of the command.
-        description: What it does.
-        recipe: An example.
-        config: What a run can be told.
-        make_task: From that to a job of the training loop.
-        evaluate: What `eval` calls.
-        predict: What `predict` calls.
-    """
-
-    name: str
-    description: str
-    recipe: str
-    config: type["TrainConfig"]
-    make_task: Callable[[Any], "Task"]
-    evaluate: Callable[..., None]
-    predict: Callable[..., int]
-
-
-def detection() -> DenseTask:
-    """What `inlinevit detect` consists of."""
-    from .tasks.detection.config import DetectionConfig
-    from .tasks.detection.evaluate import evaluate_command
-    from .tasks.detection.predict import predict_command
-    from .tasks.detection.task import Detection
-
-    about = "Find objects in images, with boxes and masks."
-    recipe = "recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml"
-    return DenseTask("detect", about, recipe, DetectionConfig, Detection, evaluate_command, predict_command)
-
-
-def segmentation() -> DenseTask:
-    """What `inlinevit segment` consists of."""
-    from .tasks.segmentation.config import SegmentationConfig
-    from .tasks.segmentation.evaluate import evaluate_command
-    from .tasks.segmentation.predict import predict_command
-    from .tasks.segmentation.task import Segmentation
-
-    about = "Tell the class of each pixel."
-    recipe = "recipes/segmentation/semantic_fpn_inline_pvt_tiny.yaml"
-    return DenseTask("segment", about, recipe, SegmentationConfig, Segmentation, evaluate_command, predict_command)
-
-
-def dense_parser(task: DenseTask) -> ArgumentParser:
-    """The arguments of a dense task: train, eval or predict, each with options of its own."""
-    parser = new_parser(task.name, task.description)
-    parsers = parser.add_subcommands(required=True, dest="what")
-    parsers.add_subcommand("train", dense_train_parser(task), help="train a model")
-    parsers.add_subcommand("eval", dense_eval_parser(task), help="evaluate a model")
-    parsers.add_subcommand("predict", dense_predict_parser(task), help="draw what a model sees in images")
-    return parser
-
-
-def dense_train_parser(task: DenseTask) -> ArgumentParser:
-    """The arguments of `train`: a recipe, and the fields of the task's configuration."""
-    return recipe_parser(f"{task.name} train", "Train a model.", task.config, task.recipe)
-
-
-def dense_eval_parser(task: DenseTask) -> ArgumentParser:
-    """The arguments of `eval`: those of its function."""
-    parser = new_parser(f"{task.name} eval", "Evaluate a model.")
-    if "results" in inspect.signature(task.evaluate).parameters:
-        parser.add_argument("run", nargs="?", type=str, default=None, help="folder of a training run, unless --results")
-        about = "evaluate results in COCO's format instead of a model"
-        parser.add_argument("--results", nargs="+", type=str, default=None, help=about)
-    else:
-        parser.add_argument("run", type=str, help="folder of a training run")
-    parser.add_function_arguments(task.evaluate, skip={"run", "results"})
-    return parser
-
-
-def dense_predict_parser(task: DenseTask) -> ArgumentParser:
-    """The arguments of `predict`: those of its function."""
-    parser = new_parser(f"{task.name} predict", "Tell and draw what a model sees in images.")
-    parser.add_argument("run", type=str, help="folder of a training run")
-    parser.add_argument("images", nargs="+", type=str, help="images, folders of images, or patterns such as '*.jpg'")
-    parser.add_function_arguments(task.predict, skip={"run", "images"})
-    return parser
-
-
-def parse_dense_config(task: DenseTask, arguments: Sequence[str]) -> Any:
-    """The configuration that `train` would use."""
-    parser = dense_train_parser(task)
-    return to_config(parser.instantiate(parser.parse_args(list(arguments))), task.config)
+    return parse_task_config("classification", arguments)
 
 
 def parse_detection_config(arguments: Sequence[str]) -> "DetectionConfig":
     """The configuration that `inlinevit detect train` would use."""
-    return parse_dense_config(detection(), arguments)
+    return parse_task_config("detection", arguments)
 
 
 def parse_segmentation_config(arguments: Sequence[str]) -> "SegmentationConfig":
     """The configuration that `inlinevit segment train` would use."""
-    return parse_dense_config(segmentation(), arguments)
+    return parse_task_config("segmentation", arguments)
 
 
-def run_dense(task: DenseTask, settings: Namespace) -> int | None:
-    """Train, evaluate or use a model."""
-    options = settings[settings.what]
-    if settings.what == "train":
-        config = to_config(options, task.config)
-        run_training(task.make_task(config), config)
-        return None
-    command: Callable[..., int | None] = task.evaluate if settings.what == "eval" else task.predict
-    return command(**vars(options))
+def task_command(entry: TaskEntry) -> Command:
+    """The command of a task: train, eval or predict."""
+
+    def make_parser() -> ArgumentParser:
+        parser = new_parser(entry.command, f"{entry.description.capitalize()}.")
+        parsers = parser.add_subcommands(required=True, dest="what")
+        for what in ("train", "eval", "predict"):
+            parsers.add_subcommand(what, entry_parser(entry, what), help=f"{what} a model")
+        return parser
+
+    return Command(
+        f"{entry.description}: train, eval, predict",
+        make_parser,
+        lambda settings: run_entry(entry, settings.what, settings[settings.what]),
+    )
+
+
+def plain_command(entry: TaskEntry, what: str) -> Command:
+    """Train, eval or predict of the task without a command of its own."""
+    return Command(
+        f"{what} a classifier", lambda: entry_parser(entry, what), lambda settings: run_entry(entry, what, settings)
+    )
 
 
 def demo_parser() -> ArgumentParser:
@@ -684,19 +593,8 @@ def run_reproduce(settings: Namespace) -> int:
 COMMANDS = {
     "demo": Command("see in minutes what InLine attention is worth", demo_parser, run_demo),
     "models": Command("list all models with their size, cost and accuracy", models_parser, show_models),
-    "train": Command("train a classifier", train_parser, train),
-    "eval": Command("evaluate a classifier", eval_parser, evaluate),
-    "predict": Command("tell the classes of images", predict_parser, predict),
-    "detect": Command(
-        "find objects in images: train, evaluate, predict",
-        lambda: dense_parser(detection()),
-        lambda settings: run_dense(detection(), settings),
-    ),
-    "segment": Command(
-        "tell the class of each pixel: train, evaluate, predict",
-        lambda: dense_parser(segmentation()),
-        lambda settings: run_dense(segmentation(), settings),
-    ),
+    **{what: plain_command(TASKS["classification"], what) for what in ("train", "eval", "predict")},
+    **{entry.command: task_command(entry) for entry in TASKS.values() if entry.command},
     "analyze": Command("see inside models where attention goes", analyze_parser, analyze),
     "figure1": Command("redraw the paper's first figure", figure1_parser, run_figure1),
     "bench": Command("measure speed", bench_parser, bench),

@@ -5,10 +5,10 @@ import typing
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ..utils.files import read_yaml
-from ..utils.validation import check_fields, require
+from ..utils.validation import Range, check_fields, check_value, require
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -206,10 +206,10 @@ class SplitDataConfig:
 
 @dataclass
 class DataOptions:
-    """Which images to evaluate on, where they are not those of the training run."""
+    """Data to evaluate on, where they differ from those of the training run."""
 
-    # Fields that name other data, to which the rest of what the run says of its data does not apply.
-    places: ClassVar[tuple[str, ...]] = ()
+    # Fields that name other data: the rest of the run's data config does not apply to these.
+    location_fields: ClassVar[tuple[str, ...]] = ()
 
     path: str | None = None
     """The data; null = as in the run."""
@@ -218,35 +218,87 @@ class DataOptions:
     workers: int | None = None
     """Processes that read images; null = as in the run."""
 
-    def said(self) -> dict[str, Any]:
-        """The fields of a configuration that are to be others than in the run."""
+    def overrides(self) -> dict[str, Any]:
+        """Return the fields of the data config that differ from those of the run."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def applied_to(self, run: AnyConfig | None, default: AnyConfig) -> AnyConfig:
-        """The data of a run, except for the fields that are given here; its own checks refuse what makes no sense.
+    def applied_to(self, run: Any, default: Any) -> Any:
+        """Return the data config of a run with these options in place of its own; its checks refuse bad values.
 
         Args:
-            run: The run's configuration of its data; None = there is no run.
-            default: What applies instead if there is no run, or other data are named.
+            run: The data config of the run; None = there is no run.
+            default: Applies instead without a run, or if the options name other data.
         """
-        said = self.said()
-        is_elsewhere = run is None or bool(said.keys() & set(self.places))
-        return cast(AnyConfig, replace(cast(Any, default if is_elsewhere else run), **said))
+        overrides = self.overrides()
+        is_elsewhere = run is None or bool(overrides.keys() & set(self.location_fields))
+        return replace(default if is_elsewhere else run, **overrides)
 
 
 @dataclass
 class SplitDataOptions(DataOptions):
-    """Which images to evaluate on, where they are not those of the training run."""
+    """Data to evaluate on, where they differ from those of the training run."""
 
     max_eval_samples: int | Literal["all"] | None = None
-    """Evaluate on so many images, the first of the split, or on all; null = as in the run."""
+    """Evaluate on the first images of the split, or on all of them; null = as in the run."""
 
-    def said(self) -> dict[str, Any]:
-        """See DataOptions.said."""
+    def overrides(self) -> dict[str, Any]:
+        """See DataOptions.overrides."""
         return {
             name: None if value == "all" and name == "max_eval_samples" else value
-            for name, value in super().said().items()
+            for name, value in super().overrides().items()
         }
+
+
+@dataclass(kw_only=True)
+class EvalOptions:
+    """Options of `eval`; a task adds its own."""
+
+    data: DataOptions = field(default_factory=DataOptions)
+    checkpoint: str | None = None
+    """"best" or a checkpoint of the run; null = the final weights."""
+    output: str | None = None
+    """Folder for evaluation.json, per_class.csv and further files; null = only print tables."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision: no, bf16 or fp16."""
+    device: str | None = None
+    """Where to compute, such as cpu or cuda; null = the best device there is."""
+
+    def __post_init__(self) -> None:
+        check_value("precision", self.precision, Literal["no", "bf16", "fp16"])
+
+
+@dataclass(kw_only=True)
+class PredictOptions:
+    """Options of `predict`; a task adds its own."""
+
+    checkpoint: str | None = None
+    """"best" or a checkpoint of the run; null = the final weights."""
+    device: str | None = None
+    """Where to compute, such as cpu or cuda; null = the best device there is."""
+
+
+@dataclass(kw_only=True)
+class ClassPredictOptions(PredictOptions):
+    """Options of `predict` for tasks that predict classes of images."""
+
+    format: Literal["table", "json", "csv"] = "table"
+    """Format of the results."""
+    output: str | None = None
+    """File for the results; null = print them."""
+    batch_size: int = 32
+    """Images in a batch."""
+
+    def __post_init__(self) -> None:
+        check_value("format", self.format, Literal["table", "json", "csv"])
+        check_value("batch_size", self.batch_size, int, Range(1, MOST_IMAGES))
+
+
+@dataclass(kw_only=True)
+class DrawingPredictOptions(PredictOptions):
+    """Options of `predict` for tasks that draw their results."""
+
+    output: str
+    """Folder for the drawings and predictions.json."""
 
 
 @dataclass

@@ -150,7 +150,7 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the end, from the beginning or from where a checkpoint left off; returns the last metrics."""
         with self.folder.claimed():
-            self.folder.begin(self.progress, self.task.notes(), *self.trained, self.configured_batch)
+            self.folder.begin(self.progress, self.task.metadata(), *self.trained, self.configured_batch)
             return self.train()
 
     def train(self) -> dict[str, float]:

@@ -18,13 +18,6 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
-from torch import Tensor, nn
-
-from inlinevit.engine.config import to_plain
-from inlinevit.tasks.detection.coco import Category, CocoSource, open_coco
-from inlinevit.tasks.detection.config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
 from inlinevit.tasks.detection.evaluate import (
     collect_results,
     evaluate,
@@ -32,6 +25,13 @@ from inlinevit.tasks.detection.evaluate import (
     evaluation_data,
     match_categories,
 )
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torch import Tensor, nn
+
+from inlinevit.engine.config import to_plain
+from inlinevit.tasks.detection.coco import Category, CocoSource, open_coco
+from inlinevit.tasks.detection.config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
 from inlinevit.tasks.detection.metrics import NUMBERS
 from tests.tasks.detection.runs import make_run
 

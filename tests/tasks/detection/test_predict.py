@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from inlinevit.tasks.detection.predict import drawing_files, predict, predict_command
 from PIL import Image
 from pycocotools import mask as coco_masks
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from inlinevit.data.images import ImageFiles
 from inlinevit.tasks.detection import predict as predict_module
 from inlinevit.tasks.detection.coco import Category
 from inlinevit.tasks.detection.config import DetectorConfig
-from inlinevit.tasks.detection.predict import drawing_files, predict, predict_command
 from inlinevit.tasks.detection.predictor import DetectionPredictor
 from tests.tasks.detection.runs import make_run
 

@@ -14,12 +14,12 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from inlinevit.tasks.segmentation.evaluate import evaluate, evaluate_command, evaluation_labels, print_tables
 from PIL import Image
 from torch import Tensor, nn
 
 from inlinevit.tasks.segmentation.ade import open_ade
 from inlinevit.tasks.segmentation.config import InferenceConfig, SegmentationDataConfig, SegmentationDataOptions
-from inlinevit.tasks.segmentation.evaluate import evaluate, evaluate_command, evaluation_labels, print_tables
 from inlinevit.tasks.segmentation.inference import InferenceOptions
 from inlinevit.tasks.segmentation.labels import LabelMap, ade_labels
 from inlinevit.tasks.segmentation.metrics import SegmentationEvaluation

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from inlinevit.tasks.segmentation.predict import in_windows_if_large, predict, predict_command, save_label_map
 from PIL import Image
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from inlinevit.tasks.segmentation import predict as predict_module
 from inlinevit.tasks.segmentation.config import InferenceConfig, SegmentationAugmentConfig, SegmentationConfig
 from inlinevit.tasks.segmentation.inference import InferenceOptions
 from inlinevit.tasks.segmentation.labels import LabelMap
-from inlinevit.tasks.segmentation.predict import in_windows_if_large, predict, predict_command, save_label_map
 from inlinevit.tasks.segmentation.predictor import SegmentationPredictor
 from tests.tasks.segmentation.runs import CLASSES, make_run
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from inlinevit.tasks.segmentation.config import SegmentationAugmentConfig
 from inlinevit.tasks.segmentation.labels import IGNORED
 from inlinevit.tasks.segmentation.transforms import (
-    MEAN_COLOUR,
+    MEAN_COLOR,
     PHOTOMETRIC,
     PhotometricDistort,
     RandomCrop,
@@ -160,10 +160,10 @@ def test_mirrored_images_have_mirrored_labels() -> None:
 def test_small_images_are_filled_up_with_the_mean_colour_and_ignored_pixels(photometric_distortion: bool) -> None:
     image, labels = varied(picture(20, 60), crop_size=48, hflip=1, photometric_distortion=photometric_distortion)
     assert image.shape == (3, 48, 48)
-    assert torch.equal(image[:, 20:], torch.tensor(MEAN_COLOUR, dtype=torch.uint8).view(3, 1, 1).expand(3, 28, 48))
+    assert torch.equal(image[:, 20:], torch.tensor(MEAN_COLOR, dtype=torch.uint8).view(3, 1, 1).expand(3, 28, 48))
     assert (labels[20:] == IGNORED).all()
     assert (labels[:20] != IGNORED).any()
-    padding = torch.tensor(MEAN_COLOUR) / 255
+    padding = torch.tensor(MEAN_COLOR) / 255
     torch.testing.assert_close((padding - torch.tensor(MEAN)) / torch.tensor(STD), torch.zeros(3), rtol=0, atol=0.01)
 
 

@@ -23,9 +23,9 @@ from ...report import (
     dots_figure,
     spread_figure,
 )
-from ...tasks.classification.metrics import Evaluation
+from ...tasks.classification.metrics import ClassificationEvaluation
 from ...tasks.classification.sources import ArraySource
-from ...tasks.classification.visualize import most_confused
+from ...tasks.confusion import most_confused
 
 # How many images a grid shows.
 SAMPLES = 18
@@ -48,7 +48,7 @@ class Candidate:
     """
 
     parameters: int
-    evaluation: Evaluation
+    evaluation: ClassificationEvaluation
     predictions: NDArray[np.int64]
     history: list[dict[str, Any]]
     batch_size: int
@@ -285,7 +285,7 @@ def confusions_section(candidates: Contenders, classes: Sequence[str]) -> Sectio
         )
         for true, guess, _ in most_confused(total, CONFUSIONS)
     ]
-    shares = {attention: candidate.evaluation.per_class for attention, candidate in candidates.items()}
+    shares = {attention: candidate.evaluation.class_accuracy for attention, candidate in candidates.items()}
     return Section(
         "confusions",
         "What they confuse",

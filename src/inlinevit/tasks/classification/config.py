@@ -1,10 +1,20 @@
-"""What a classification run can be told. `inlinevit train` and the recipes are these classes."""
+"""Configuration of classification: the fields of recipes, and the options of `inlinevit train`, `eval`, `predict`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import MOST_IMAGES, MOST_WORKERS, DataOptions, TrainConfig
-from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, require
+from ...engine.config import (
+    MOST_IMAGES,
+    MOST_WORKERS,
+    ClassPredictOptions,
+    DataOptions,
+    EvalOptions,
+    TrainConfig,
+)
+from ...utils.validation import MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
+
+# Prefixes of data that have a root.
+ROOTED = ("torch", "hfds", "wds")
 
 
 @dataclass
@@ -58,12 +68,12 @@ class DataConfig:
 
 @dataclass
 class ClassificationDataOptions(DataOptions):
-    """Which images to evaluate on, where they are not those of the training run.
+    """Images to evaluate on, where they differ from those of the training run.
 
-    What is not said is as in the run, or, without a run or with other images, the default of `inlinevit train`.
+    Options that are not given are as in the run or, without a run or with other images, the defaults of training.
     """
 
-    places: ClassVar[tuple[str, ...]] = ("path", "eval_path")
+    location_fields: ClassVar[tuple[str, ...]] = ("path", "eval_path")
 
     path: str | None = None
     """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""
@@ -74,13 +84,23 @@ class ClassificationDataOptions(DataOptions):
     batch_size: int | None = None
     """Images in a batch of one process; null = as in the run, or 128."""
     max_unreadable: int | None = None
-    """Images that cannot be used are named and skipped up to this number; null = as in the run, or 0."""
+    """Images that cannot be used are reported and skipped up to this number; null = as in the run, or 0."""
 
     def __post_init__(self) -> None:
         require(
             self.path is None or self.eval_path is None,
             "data.path and data.eval_path both name the images to evaluate on: give one of them",
         )
+
+    def applied_to(self, run: Any, default: Any) -> Any:
+        """See DataOptions.applied_to; the images to evaluate on become a data set of their own."""
+        data = super().applied_to(run, default)
+        path = data.eval_path or data.path
+        require(
+            self.root is None or path.partition("/")[0] in ROOTED,
+            f"data.root is for data whose name begins with {'/, '.join(ROOTED)}/, not for {path}: leave it out",
+        )
+        return replace(data, path=path, eval_path=path)
 
 
 @dataclass
@@ -233,3 +253,34 @@ class ClassificationConfig(TrainConfig):
             f"data.batch_size is {self.data.batch_size}, but mixup pairs the images of a batch: choose an even one, or "
             "set augment.mixup and augment.cutmix to 0",
         )
+
+
+@dataclass(kw_only=True)
+class ClassificationEvalOptions(EvalOptions):
+    """Options of `inlinevit eval`. With --output, it also writes confusion.png."""
+
+    data: ClassificationDataOptions = field(default_factory=ClassificationDataOptions)
+    checkpoint: str | None = None
+    """With the name of a model, the file of its weights (null = the published ones); with a run, "best" or a checkpoint
+    (null = the final weights)."""
+    img_size: int | None = None
+    """Side of the model's input; null = what it was trained for."""
+    crop_pct: float | None = None
+    """Share of an image's side that the model sees; null = what it was trained for."""
+
+
+@dataclass(kw_only=True)
+class ClassificationPredictOptions(ClassPredictOptions):
+    """Options of `inlinevit predict`."""
+
+    checkpoint: str | None = None
+    """With the name of a model, the file of its weights (null = the published ones); with a run, "best" or a checkpoint
+    (null = the final weights)."""
+    img_size: int | None = None
+    """Side of the model's input; null = what it was trained for."""
+    top: int = 5
+    """How many classes to list for each image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_value("top", self.top, int, Range(1, MOST_IMAGES))

@@ -1,26 +1,40 @@
-"""Numbers that tell how well classes are told apart: accuracies, calibration, confusion."""
+"""Metrics of classification: accuracy, calibration, confusion."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassConfusionMatrix
 
+from ...data.loader import EvalLoader
+from ...engine.evaluator import Evaluation, Evaluator
+from .config import DataConfig
+from .dataset import UnreadableCounter, drop_unreadable, make_eval_loader
+from .shards import ShardSource
+from .sources import ImageSource
+from .transforms import InputSpec, evaluation_transform
+
 CALIBRATION_BINS = 15
+CONFUSION_PNG = "confusion.png"
 
 
 @dataclass
-class Evaluation:
-    """The outcome of an evaluation.
+class ClassificationEvaluation(Evaluation):
+    """The result of an evaluation.
 
     Attributes:
-        top1: Share of images whose class comes first, in percent.
+        top1: Share of images whose class is predicted first, in percent.
         top5: Share of images whose class is among the first five, in percent.
         calibration_error: Mean gap between confidence and accuracy over 15 bins, in percent.
         loss: Mean cross-entropy.
         confusion: (classes, classes) images by true and by predicted class.
+        classes: Names of the classes; their indices, if they are not known.
     """
 
     top1: float
@@ -28,61 +42,117 @@ class Evaluation:
     calibration_error: float
     loss: float
     confusion: Tensor
+    classes: list[str] = field(default_factory=list)
 
     def numbers(self) -> dict[str, float]:
-        """The metrics that are one number each."""
-        return {
-            "top1": self.top1,
-            "top5": self.top5,
-            "calibration_error": self.calibration_error,
-            "loss": self.loss,
-        }
+        """See Evaluation.numbers."""
+        names = ("top1", "top5", "calibration_error", "loss")
+        return {name: vars(self)[name] for name in names}
 
     @property
-    def images(self) -> int:
+    def images(self) -> int:  # type: ignore[override]
         """How many images were evaluated."""
         return int(self.confusion.sum())
 
     @property
-    def per_class(self) -> list[float | None]:
-        """Share of each class's images that are told right, in percent; None for a class without images."""
+    def class_accuracy(self) -> list[float | None]:
+        """Share of each class's images that are predicted right, in percent; None for a class without images."""
         right, images = self.confusion.diagonal().tolist(), self.confusion.sum(dim=1).tolist()
         return [100 * some / all_ if all_ else None for some, all_ in zip(right, images, strict=True)]
 
+    def tables(self) -> list[list[dict[str, str]]]:
+        """See Evaluation.tables."""
+        shares = {"top-1 %": self.top1, "top-5 %": self.top5, "calibration error %": self.calibration_error}
+        return [[{**{name: f"{share:.2f}" for name, share in shares.items()}, "loss": f"{self.loss:.4f}"}]]
 
-class EvaluationMetrics:
-    """What an evaluation adds up, over batches and over processes.
+    def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
+        """See Evaluation.class_scores."""
+        shares = [float("nan") if share is None else share / 100 for share in self.class_accuracy]
+        return self.classes, {"accuracy": shares}
+
+    def per_class(self) -> list[dict[str, Any]]:
+        """See Evaluation.per_class."""
+        images, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
+        keys = ("index", "class", "images", "right", "accuracy")
+        columns = (range(len(self.classes)), self.classes, images, right, self.class_accuracy)
+        return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def details(self) -> dict[str, Any]:
+        """See Evaluation.details."""
+        return {"confusion": self.confusion.tolist()}
+
+    def save_files(self, folder: Path) -> None:
+        """See Evaluation.save_files."""
+        # Imported here: matplotlib is slow to import, and training draws nothing.
+        from ..confusion import draw_confusion
+
+        draw_confusion(self.confusion, self.classes, folder / CONFUSION_PNG)
+
+
+class ClassificationEvaluator(Evaluator):
+    """Evaluates classifiers on one data set.
 
     Args:
-        num_classes: Width of the logits.
-        device: Where the logits are.
+        source: The images.
+        spec: The model's input.
+        config: How the images are read.
+        num_classes: Width of the model's head.
+        labels: For each class of the source, that of the model; None = they are the same.
+        classes: Names of the model's classes; None = their indices.
     """
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
-        top_k = min(5, num_classes)
-        self.top5 = MulticlassAccuracy(num_classes, top_k=top_k, average="micro", validate_args=False).to(device)
-        self.calibration = MulticlassCalibrationError(num_classes, CALIBRATION_BINS, validate_args=False).to(device)
+    def __init__(
+        self,
+        source: ImageSource | ShardSource,
+        spec: InputSpec,
+        config: DataConfig,
+        num_classes: int,
+        *,
+        labels: Sequence[int] | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        self.source, self.spec, self.config, self.num_classes, self.labels = source, spec, config, num_classes, labels
+        self.classes = [str(index) for index in range(num_classes)] if classes is None else list(classes)
+
+    def loader(self, process: int, processes: int) -> EvalLoader:
+        """See Evaluator.loader."""
+        known = self.num_classes if self.labels is None else len(self.labels)
+        transform = evaluation_transform(self.spec)
+        return make_eval_loader(self.source, transform, self.spec.mode, known, self.config, process, processes)
+
+    def reset(self, device: torch.device) -> None:
+        """See Evaluator.reset."""
+        super().reset(device)
+        top_k = min(5, self.num_classes)
+        self.unreadable = UnreadableCounter(self.config.max_unreadable)
+        self.top5 = MulticlassAccuracy(self.num_classes, top_k=top_k, average="micro", validate_args=False).to(device)
+        self.calibration = MulticlassCalibrationError(self.num_classes, CALIBRATION_BINS, validate_args=False)
+        self.calibration.to(device)
         self.loss = MeanMetric(nan_strategy="disable").to(device)
-        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False).to(device)
+        self.confusion = MulticlassConfusionMatrix(self.num_classes, validate_args=False).to(device)
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: logits (images, classes) and labels (images,)."""
-        # Ranks come from logits, because the smallest probabilities are all 0. Calibration is given probabilities,
-        # because torchmetrics would take logits that are all in 0 … 1 for them.
-        self.top5.update(logits, labels)
-        self.confusion.update(logits, labels)
-        self.calibration.update(logits.softmax(dim=1), labels)
-        self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
+    def update(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> None:
+        """See Evaluator.update."""
+        for images, truth in drop_unreadable([batch], self.unreadable, self.labels):
+            logits = model(images.to(self.device, non_blocking=True)).float()
+            labels = truth.to(self.device)
+            # Ranks come from logits, because the smallest probabilities are all 0. Calibration gets probabilities,
+            # because torchmetrics takes logits that are all in 0 … 1 for probabilities.
+            self.top5.update(logits, labels)
+            self.confusion.update(logits, labels)
+            self.calibration.update(logits.softmax(dim=1), labels)
+            self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
 
-    def compute(self) -> Evaluation:
-        """The outcome over all processes; every one of them must call this."""
+    def compute(self, accelerator: Accelerator) -> ClassificationEvaluation:
+        """See Evaluator.compute."""
         confusion = self.confusion.compute().cpu()
         if confusion.sum() == 0:
             raise ValueError("there is not one image to evaluate on: check the data")
-        return Evaluation(
+        return ClassificationEvaluation(
             top1=100 * int(confusion.diagonal().sum()) / int(confusion.sum()),
             top5=100 * self.top5.compute().item(),
             calibration_error=100 * self.calibration.compute().item(),
             loss=self.loss.compute().item(),
             confusion=confusion,
+            classes=self.classes,
         )

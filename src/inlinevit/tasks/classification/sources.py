@@ -338,6 +338,21 @@ class SubsetSource:
         return index * len(self.source) // self.count
 
 
+def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Path]]:
+    """Return the files with several images, and the folders of class folders, that a source reads from."""
+    if isinstance(source, ShardSource):
+        return [str(shard) for shard in source.shards], []
+    if isinstance(source, TarSource):
+        return [str(source.file)], []
+    if isinstance(source, FolderSource):
+        # The folder of an image is its class; a folder beside it would become a class, too.
+        parents = {os.path.dirname(os.path.dirname(os.path.abspath(file))) for file, _ in source.files}
+        return [], [Path(os.path.commonpath(parents))]
+    if isinstance(source, RelabelledSource | SubsetSource):
+        return source_paths(source.source)
+    return [], []
+
+
 def open_source(config: DataConfig, training: bool, classes: Sequence[str] | None = None) -> ImageSource | ShardSource:
     """The labelled images of a data set.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from inlinevit.tasks.classification.visualize import draw_confusion, most_confused
+from inlinevit.tasks.confusion import draw_confusion, most_confused
 
 
 def test_most_confused() -> None:
