@@ -346,7 +346,10 @@ def entry_parser(entry: TaskEntry, what: str) -> ArgumentParser:
     parser = new_parser(name, f"{what.capitalize()}: {entry.description}.")
     help = "folder of a training run" + (", or name of a model" if entry.accepts_names else "")
     if what == "eval":
-        parser.add_argument("model", type=str, nargs=None if entry.needs_model else "?", default=None, help=help)
+        if entry.needs_model:
+            parser.add_argument("model", type=str, help=help)
+        else:
+            parser.add_argument("model", nargs="?", type=str, default=None, help=help)
         parser.add_class_arguments(entry.load_eval_options())
     else:
         parser.add_argument("model", type=str, help=help)

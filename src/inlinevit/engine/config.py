@@ -250,31 +250,38 @@ class SplitDataOptions(DataOptions):
 
 
 @dataclass(kw_only=True)
-class EvalOptions:
-    """Options of `eval`; a task adds its own."""
+class CommandOptions:
+    """Options of `eval` and `predict`."""
 
-    data: DataOptions = field(default_factory=DataOptions)
+    # Fields that are probabilities.
+    probabilities: ClassVar[tuple[str, ...]] = ()
+
     checkpoint: str | None = None
     """"best" or a checkpoint of the run; null = the final weights."""
-    output: str | None = None
-    """Folder for evaluation.json, per_class.csv and further files; null = only print tables."""
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    """Mixed precision: no, bf16 or fp16."""
     device: str | None = None
     """Where to compute, such as cpu or cuda; null = the best device there is."""
 
     def __post_init__(self) -> None:
-        check_value("precision", self.precision, Literal["no", "bf16", "fp16"])
+        check_fields(self, "")
+        for name in self.probabilities:
+            value = vars(self)[name]
+            require(0 <= value <= 1, f"{name} is {value}: it should be from 0 to 1")
 
 
 @dataclass(kw_only=True)
-class PredictOptions:
-    """Options of `predict`; a task adds its own."""
+class EvalOptions(CommandOptions):
+    """Options of `eval`; a task adds its own."""
 
-    checkpoint: str | None = None
-    """"best" or a checkpoint of the run; null = the final weights."""
-    device: str | None = None
-    """Where to compute, such as cpu or cuda; null = the best device there is."""
+    data: DataOptions = field(default_factory=DataOptions)
+    output: str | None = None
+    """Folder for evaluation.json, per_class.csv and further files; null = only print tables."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision: no, bf16 or fp16."""
+
+
+@dataclass(kw_only=True)
+class PredictOptions(CommandOptions):
+    """Options of `predict`; a task adds its own."""
 
 
 @dataclass(kw_only=True)
@@ -289,7 +296,7 @@ class ClassPredictOptions(PredictOptions):
     """Images in a batch."""
 
     def __post_init__(self) -> None:
-        check_value("format", self.format, Literal["table", "json", "csv"])
+        super().__post_init__()
         check_value("batch_size", self.batch_size, int, Range(1, MOST_IMAGES))
 
 

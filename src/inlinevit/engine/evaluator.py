@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ from ..utils.atomic import atomic_write_bytes, make_output_dir
 from ..utils.validation import require
 from .config import EvalOptions
 from .outputs import check_output_folder
-from .results import dump_evaluation, print_evaluation, write_rows
+from .results import dump_evaluation, percent, print_evaluation, write_rows
 from .setup import make_eval_accelerator, resolve_device
 from .state import unsharded
 
@@ -36,15 +36,19 @@ class Evaluation(ABC):
         images: How many images were evaluated.
     """
 
+    # The heading of each metric in the printed table; all are shares.
+    headings: ClassVar[dict[str, str]] = {}
+
     images: int
 
     @abstractmethod
     def numbers(self) -> dict[str, float]:
         """Return the metrics that are one number each, by name."""
 
-    @abstractmethod
     def tables(self) -> list[list[dict[str, str]]]:
         """Return the tables to print, each as a list of rows: the text of each cell by heading."""
+        numbers = self.numbers()
+        return [[{heading: percent(numbers[name]) for name, heading in self.headings.items()}]]
 
     @abstractmethod
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
@@ -163,6 +167,7 @@ def evaluate_command(task: type["Task"], model: str | None, options: EvalOptions
     with accelerator.main_process_first():
         predictor: Predictor[Any] = task.load_predictor(model, options)
     evaluator = predictor.evaluator(data, options)
+    predictor.check_memory(min(config.batch_size, len(data.source)))
     if options.output is not None:
         make_output_dir(Path(options.output))
     evaluation = evaluate(predictor.model.to(device), evaluator, accelerator, device=device, show_progress=True)
@@ -170,6 +175,7 @@ def evaluate_command(task: type["Task"], model: str | None, options: EvalOptions
         print_evaluation(f"{predictor.description(options)}, {data.location}", evaluation)
         if options.output is not None:
             facts = {"model": model, "checkpoint": options.checkpoint, "data": data.location}
+            facts |= {name: vars(options)[name] for name in options.probabilities}
             save_evaluation(evaluation, facts | predictor.settings(options), Path(options.output))
             Console(stderr=True).print(f"results are in {options.output}", markup=False, highlight=False)
     accelerator.end_training()

@@ -18,21 +18,24 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from inlinevit.tasks.detection.evaluate import (
-    collect_results,
-    evaluate,
-    evaluate_command,
-    evaluation_data,
-    match_categories,
-)
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
 from inlinevit.engine.config import to_plain
+from inlinevit.engine.evaluator import evaluate as evaluate_model
+from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.engine.runs import open_run
 from inlinevit.tasks.detection.coco import Category, CocoSource, open_coco
-from inlinevit.tasks.detection.config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
-from inlinevit.tasks.detection.metrics import NUMBERS
+from inlinevit.tasks.detection.config import (
+    DetectionConfig,
+    DetectionDataConfig,
+    DetectionDataOptions,
+    DetectionEvalOptions,
+)
+from inlinevit.tasks.detection.metrics import NUMBERS, DetectionEvaluation, DetectionEvaluator
+from inlinevit.tasks.detection.predictor import match_categories
+from inlinevit.tasks.detection.task import Detection
 from tests.tasks.detection.runs import make_run
 
 
@@ -61,6 +64,19 @@ def run(data: DetectionDataConfig, tmp_path_factory: pytest.TempPathFactory) -> 
     return str(folder)
 
 
+def evaluate(model: nn.Module, source: CocoSource, **options: Any) -> DetectionEvaluation:
+    return evaluate_model(model, DetectionEvaluator(source, workers=0, **options), Accelerator(cpu=True))
+
+
+def evaluate_command(run: str | None, data: DetectionDataOptions, **options: Any) -> None:
+    evaluate_task(Detection, run, DetectionEvalOptions(data=data, **options))
+
+
+def evaluation_data(run: str | None, options: DetectionDataOptions) -> DetectionDataConfig:
+    config = None if run is None else open_run(DetectionConfig, run).config.data
+    return options.applied_to(config, DetectionDataConfig())
+
+
 class Knowing(nn.Module):
     """Finds all boxes of a source, which it knows by heart, under labels of its own."""
 
@@ -83,8 +99,7 @@ class Knowing(nn.Module):
 
 def test_labels_are_mapped_back_to_the_ids_of_the_data(data: DetectionDataConfig) -> None:
     source = open_coco(data, training=False)
-    accelerator = Accelerator(cpu=True)
-    outcome = evaluate(Knowing(source, ["disc", "square", "triangle"]), source, data, accelerator)
+    outcome = evaluate(Knowing(source, ["disc", "square", "triangle"]), source)
     assert outcome.numbers()["box_AP"] == pytest.approx(1)
     assert 0 < outcome.numbers()["mask_AP"] < 1
     assert outcome.images == 5
@@ -93,11 +108,12 @@ def test_labels_are_mapped_back_to_the_ids_of_the_data(data: DetectionDataConfig
     model = Knowing(source, ["triangle", "disc", "square"])
     own = match_categories(known, source)
     assert own == [Category(90, "triangle"), Category(3, "disc"), Category(7, "square")]
-    results = collect_results(model, source, data, accelerator, categories=own)
+    results = evaluate(model, source, categories=own, keep_results=True).results
+    assert results is not None
     found = [(one["image_id"], one["category_id"]) for one in results]
     truth = source.ground_truth()["annotations"]
     assert found == [(one["image_id"], one["category_id"]) for one in truth if not one["iscrowd"]]
-    assert evaluate(model, source, data, accelerator).numbers()["box_AP"] < 0.5
+    assert evaluate(model, source).numbers()["box_AP"] < 0.5
 
 
 @pytest.mark.parametrize(
@@ -145,7 +161,7 @@ def test_the_command_and_its_files(
     assert all(word in shown for word in ("AP50", "AR100", "boxes", "masks", "triangle"))
     told = json.loads((tmp_path / "new" / "evaluation.json").read_text())
     truth = f"{data.path}/annotations/instances_val2017.json"
-    assert (told["run"], told["data"], told["images"]) == (run, truth, 5)
+    assert (told["model"], told["data"], told["images"]) == (run, truth, 5)
     for part, iou_type in (("box", "bbox"), ("mask", "segm")):
         file = tmp_path / "new" / f"results_{iou_type}.json"
         assert len(json.loads(file.read_text())) == 5 * 20
@@ -174,7 +190,7 @@ def test_stored_results_give_the_same_numbers(
         None, DetectionDataOptions(path=data.path, workers=0), output=str(tmp_path / "stored"), results=files
     )
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
-    assert {**model, "run": None, "results": files} == stored
+    assert {**model, "model": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))
     # Boxes alone, on the data of a run.
     evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "stored"), results=files[:1])
@@ -203,10 +219,10 @@ def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> 
 SCRIPT = """
 import sys
 from accelerate import Accelerator
-import inlinevit.tasks.detection.evaluate as module
-from inlinevit.tasks.detection.config import DetectionDataOptions
-from inlinevit.tasks.detection.evaluate import evaluate_command
+import inlinevit.tasks.detection.task as module
+from inlinevit.engine.evaluator import evaluate_command
 from inlinevit.engine.setup import shard_model
+from inlinevit.tasks.detection.config import DetectionEvalOptions
 
 opened = module.load_detector
 
@@ -217,11 +233,11 @@ def open_sharded(*arguments, **options):
 
 if sys.argv[3] == "sharded":
     module.load_detector = open_sharded
-evaluate_command(sys.argv[1], DetectionDataOptions(), output=sys.argv[2])
+evaluate_command(module.Detection, sys.argv[1], DetectionEvalOptions(output=sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
     """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
     evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "one"))

@@ -7,9 +7,9 @@ from torch import Tensor
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import box_iou
 
+from inlinevit.tasks.backbone import MEAN_COLOR
 from inlinevit.tasks.detection.config import DetectionAugmentConfig
 from inlinevit.tasks.detection.transforms import (
-    MEAN_COLOR,
     Sample,
     as_tensors,
     as_tv_tensors,

@@ -18,28 +18,23 @@ ROOTED = ("torch", "hfds", "wds")
 
 
 @dataclass
-class DataConfig:
-    """Where the images are, and how they are read."""
+class ImageDataConfig:
+    """Images for training and evaluation, and how they are read."""
 
-    path: str = "embedded"
-    """A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either
-    kind; "embedded"; "fashion-mnist:FOLDER"; or a name that timm.data knows by its prefix: torch/cifar10, hfds/NAME,
-    wds/FOLDER."""
+    path: str
+    """The images."""
     eval_path: str | None = None
     """The images for evaluation, if they are not beside those for training."""
-    root: str | None = None
-    """Folder of the data that timm.data knows by a prefix."""
     train_split: str | None = None
-    """Name of the split to train on, which must exist; null = train or training, or data that are not divided."""
+    """Name of the split to train on."""
     eval_split: str | None = None
-    """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
-    testing, the first that exists (of hfds/ not test)."""
+    """Name of the split to evaluate on."""
     batch_size: int = 128
     """Images in a batch of one process."""
     workers: int = 2
     """Processes that read images, for each training process; 0 = the training process itself."""
     max_unreadable: int = 0
-    """Images that cannot be used are named and skipped up to this number; 0 = stop at the first."""
+    """Images that cannot be used are reported and skipped up to this number; 0 = stop at the first."""
     max_train_samples: int | None = None
     """How many of the training images to use; null = all."""
 
@@ -52,12 +47,6 @@ class DataConfig:
             max_unreadable=MOST_IMAGES,
             max_train_samples=MOST_IMAGES,
         )
-        for name in ("path", "eval_path"):
-            kind, slash, rest = (vars(self)[name] or "").partition("/")
-            require(
-                kind not in ("torch", "hfds") or not slash or bool(rest),
-                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
-            )
         require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
         require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
         require(self.max_unreadable >= 0, f"data.max_unreadable is {self.max_unreadable}: it should not be negative")
@@ -67,7 +56,33 @@ class DataConfig:
 
 
 @dataclass
-class ClassificationDataOptions(DataOptions):
+class DataConfig(ImageDataConfig):
+    """Images in class folders and the like, and how they are read."""
+
+    path: str = "embedded"
+    """A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either
+    kind; "embedded"; "fashion-mnist:FOLDER"; or a name that timm.data knows by its prefix: torch/cifar10, hfds/NAME,
+    wds/FOLDER."""
+    train_split: str | None = None
+    """Name of the split to train on, which must exist; null = train or training, or data that are not divided."""
+    eval_split: str | None = None
+    """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
+    testing, the first that exists (of hfds/ not test)."""
+    root: str | None = None
+    """Folder of the data that timm.data knows by a prefix."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("path", "eval_path"):
+            kind, slash, rest = (vars(self)[name] or "").partition("/")
+            require(
+                kind not in ("torch", "hfds") or not slash or bool(rest),
+                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
+            )
+
+
+@dataclass
+class ImageDataOptions(DataOptions):
     """Images to evaluate on, where they differ from those of the training run.
 
     Options that are not given are as in the run or, without a run or with other images, the defaults of training.
@@ -76,11 +91,9 @@ class ClassificationDataOptions(DataOptions):
     location_fields: ClassVar[tuple[str, ...]] = ("path", "eval_path")
 
     path: str | None = None
-    """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""
+    """The images, as for training; null = those of the run."""
     eval_path: str | None = None
     """The same as path: give one of them."""
-    root: str | None = None
-    """Folder of the data that timm.data knows by a prefix; null = as in the run."""
     batch_size: int | None = None
     """Images in a batch of one process; null = as in the run, or 128."""
     max_unreadable: int | None = None
@@ -96,11 +109,29 @@ class ClassificationDataOptions(DataOptions):
         """See DataOptions.applied_to; the images to evaluate on become a data set of their own."""
         data = super().applied_to(run, default)
         path = data.eval_path or data.path
-        require(
-            self.root is None or path.partition("/")[0] in ROOTED,
-            f"data.root is for data whose name begins with {'/, '.join(ROOTED)}/, not for {path}: leave it out",
-        )
         return replace(data, path=path, eval_path=path)
+
+
+@dataclass
+class ClassificationDataOptions(ImageDataOptions):
+    """Images to evaluate on, where they differ from those of the training run.
+
+    Options that are not given are as in the run or, without a run or with other images, the defaults of training.
+    """
+
+    path: str | None = None
+    """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""
+    root: str | None = None
+    """Folder of the data that timm.data knows by a prefix; null = as in the run."""
+
+    def applied_to(self, run: Any, default: Any) -> Any:
+        """See DataOptions.applied_to."""
+        data = super().applied_to(run, default)
+        require(
+            self.root is None or data.path.partition("/")[0] in ROOTED,
+            f"data.root is for data whose name begins with {'/, '.join(ROOTED)}/, not for {data.path}: leave it out",
+        )
+        return data
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ...data.batch_plan import BatchPlan
 from ...data.images import decode_image, decompression_bomb_limit, describe_image_error
 from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
 from ...data.samplers import ShardedSampler, check_one_batch
-from .config import DataConfig
+from .config import ImageDataConfig
 from .shards import ShardImages, ShardSource
 from .sources import ImageSource, SubsetSource
 
@@ -142,7 +142,7 @@ def make_train_loader(
     transform: Any,
     mode: str,
     num_classes: int,
-    config: DataConfig,
+    config: ImageDataConfig,
     repeats: int,
     seed: int,
     plan: BatchPlan,
@@ -184,7 +184,7 @@ def make_eval_loader(
     transform: Any,
     mode: str,
     num_classes: int,
-    config: DataConfig,
+    config: ImageDataConfig,
     process: int,
     processes: int,
 ) -> EvalLoader:

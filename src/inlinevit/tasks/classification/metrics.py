@@ -1,5 +1,6 @@
 """Metrics of classification: accuracy, calibration, confusion."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibratio
 
 from ...data.loader import EvalLoader
 from ...engine.evaluator import Evaluation, Evaluator
-from .config import DataConfig
+from ...utils.validation import require
+from .config import ImageDataConfig
 from .dataset import UnreadableCounter, drop_unreadable, make_eval_loader
 from .shards import ShardSource
 from .sources import ImageSource
@@ -89,7 +91,55 @@ class ClassificationEvaluation(Evaluation):
         draw_confusion(self.confusion, self.classes, folder / CONFUSION_PNG)
 
 
-class ClassificationEvaluator(Evaluator):
+class ImageEvaluator(Evaluator):
+    """Evaluates models on batches of whole images.
+
+    Args:
+        source: The images.
+        spec: The model's input.
+        config: How the images are read.
+        num_labels: Labels of the source are below this number.
+        labels: For each label of the source, that of the model; None = they are the same.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource | ShardSource,
+        spec: InputSpec,
+        config: ImageDataConfig,
+        num_labels: int,
+        labels: Sequence[int] | None = None,
+    ) -> None:
+        self.source, self.spec, self.config, self.num_labels, self.labels = source, spec, config, num_labels, labels
+
+    def loader(self, process: int, processes: int) -> EvalLoader:
+        """See Evaluator.loader: images, labels, problems."""
+        transform = evaluation_transform(self.spec)
+        return make_eval_loader(
+            self.source, transform, self.spec.mode, self.num_labels, self.config, process, processes
+        )
+
+    def reset(self, device: torch.device) -> None:
+        """See Evaluator.reset."""
+        super().reset(device)
+        self.unreadable = UnreadableCounter(self.config.max_unreadable)
+
+    def update(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> None:
+        """See Evaluator.update; unreadable images are left out."""
+        for images, labels in drop_unreadable([batch], self.unreadable, self.labels):
+            self.add(model(images.to(self.device, non_blocking=True)).float(), labels)
+
+    @abstractmethod
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Add the logits (images, classes) and the labels (images,) of a batch; the labels are on the CPU."""
+
+    @staticmethod
+    def require_images(images: int) -> None:
+        """Refuse to compute metrics of nothing."""
+        require(images > 0, "there is not one image to evaluate on: check the data")
+
+
+class ClassificationEvaluator(ImageEvaluator):
     """Evaluates classifiers on one data set.
 
     Args:
@@ -105,49 +155,40 @@ class ClassificationEvaluator(Evaluator):
         self,
         source: ImageSource | ShardSource,
         spec: InputSpec,
-        config: DataConfig,
+        config: ImageDataConfig,
         num_classes: int,
         *,
         labels: Sequence[int] | None = None,
         classes: Sequence[str] | None = None,
     ) -> None:
-        self.source, self.spec, self.config, self.num_classes, self.labels = source, spec, config, num_classes, labels
+        super().__init__(source, spec, config, num_classes if labels is None else len(labels), labels)
+        self.num_classes = num_classes
         self.classes = [str(index) for index in range(num_classes)] if classes is None else list(classes)
-
-    def loader(self, process: int, processes: int) -> EvalLoader:
-        """See Evaluator.loader."""
-        known = self.num_classes if self.labels is None else len(self.labels)
-        transform = evaluation_transform(self.spec)
-        return make_eval_loader(self.source, transform, self.spec.mode, known, self.config, process, processes)
 
     def reset(self, device: torch.device) -> None:
         """See Evaluator.reset."""
         super().reset(device)
         top_k = min(5, self.num_classes)
-        self.unreadable = UnreadableCounter(self.config.max_unreadable)
         self.top5 = MulticlassAccuracy(self.num_classes, top_k=top_k, average="micro", validate_args=False).to(device)
         self.calibration = MulticlassCalibrationError(self.num_classes, CALIBRATION_BINS, validate_args=False)
         self.calibration.to(device)
         self.loss = MeanMetric(nan_strategy="disable").to(device)
         self.confusion = MulticlassConfusionMatrix(self.num_classes, validate_args=False).to(device)
 
-    def update(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> None:
-        """See Evaluator.update."""
-        for images, truth in drop_unreadable([batch], self.unreadable, self.labels):
-            logits = model(images.to(self.device, non_blocking=True)).float()
-            labels = truth.to(self.device)
-            # Ranks come from logits, because the smallest probabilities are all 0. Calibration gets probabilities,
-            # because torchmetrics takes logits that are all in 0 … 1 for probabilities.
-            self.top5.update(logits, labels)
-            self.confusion.update(logits, labels)
-            self.calibration.update(logits.softmax(dim=1), labels)
-            self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """See ImageEvaluator.add."""
+        labels = labels.to(self.device)
+        # Ranks come from logits, because the smallest probabilities are all 0. Calibration gets probabilities, because
+        # torchmetrics takes logits that are all in 0 … 1 for probabilities.
+        self.top5.update(logits, labels)
+        self.confusion.update(logits, labels)
+        self.calibration.update(logits.softmax(dim=1), labels)
+        self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
 
     def compute(self, accelerator: Accelerator) -> ClassificationEvaluation:
         """See Evaluator.compute."""
         confusion = self.confusion.compute().cpu()
-        if confusion.sum() == 0:
-            raise ValueError("there is not one image to evaluate on: check the data")
+        self.require_images(int(confusion.sum()))
         return ClassificationEvaluation(
             top1=100 * int(confusion.diagonal().sum()) / int(confusion.sum()),
             top5=100 * self.top5.compute().item(),

@@ -97,7 +97,6 @@ class ClassificationPredictor(ImagePredictor):
     def evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
         """See Predictor.evaluator; the classes of the images are matched by name."""
         labels = match_classes(data.source.classes, self)
-        self.check_memory(min(data.config.batch_size, len(data.source)))
         return ClassificationEvaluator(
             data.source, self.spec, data.config, self.num_classes, labels=labels, classes=self.readable_classes()
         )

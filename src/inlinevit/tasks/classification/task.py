@@ -27,7 +27,8 @@ from .dataset import UnreadableCounter, make_train_loader
 from .metrics import CONFUSION_PNG, ClassificationEvaluator
 from .model import build_model, classes_of_model
 from .predictor import ClassificationPredictor, check_batch_memory, find_classification_run, load_classifier
-from .sources import open_part, open_source, source_paths
+from .shards import ShardSource
+from .sources import ImageSource, open_part, open_source, source_paths
 from .transforms import input_spec, training_transform
 
 
@@ -84,7 +85,45 @@ def _by_channel(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values).view(-1, 1, 1)
 
 
-class Classification(Task):
+class ImageTask(Task):
+    """A task with labels of whole images.
+
+    Args:
+        config: The run; it has `data`, `augment` and `model`.
+    """
+
+    train_source: ImageSource | ShardSource
+    # Width of the head; the labels of the training data are below num_labels.
+    num_classes: int
+    num_labels: int
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config = config
+        check_model_name(config.model.name)
+        self.spec = input_spec(config.model)
+        self.transform = training_transform(config.augment, self.spec)
+        self.unreadable = UnreadableCounter(config.data.max_unreadable)
+
+    def build_model(self) -> nn.Module:
+        """See Task.build_model."""
+        return build_model(self.config.model, self.num_classes)
+
+    def train_loader(self, plan: BatchPlan) -> TrainLoader:
+        """See Task.train_loader: images, labels, problems."""
+        return make_train_loader(
+            self.train_source,
+            self.transform,
+            self.spec.mode,
+            self.num_labels,
+            self.config.data,
+            self.config.augment.repeats,
+            self.config.run.seed,
+            plan,
+        )
+
+
+class Classification(ImageTask):
     """Image classification.
 
     Args:
@@ -98,16 +137,12 @@ class Classification(Task):
 
     def __init__(self, config: ClassificationConfig) -> None:
         super().__init__(config)
-        self.config = config
         # Mixup pairs the images of a batch.
         self.batch_multiple = 2 if config.augment.mixes else 1
-        check_model_name(config.model.name)
-        self.spec = input_spec(config.model)
-        self.transform = training_transform(config.augment, self.spec)
         self.train_source = open_source(config.data, training=True)
         self.classes = self.train_source.classes
         self.eval_source = open_source(config.data, training=False, classes=self.classes)
-        self.num_classes = config.model.num_classes or len(self.classes or ())
+        self.num_classes = self.num_labels = config.model.num_classes or len(self.classes or ())
         if self.num_classes == 0:
             raise ValueError(f"{config.data.path} does not name its classes: set --model.num_classes")
         require(
@@ -119,27 +154,9 @@ class Classification(Task):
         for source in (self.train_source, self.eval_source):
             check_batch_memory(self.spec, min(config.data.batch_size, len(source)))
             check_run_output(config.run.output, [*source_paths(source)[0], *weights])
-        self.unreadable = UnreadableCounter(config.data.max_unreadable)
         self.mixup = make_mixup(config.augment, self.num_classes)
         self.teacher = (
             Teacher(config.distillation, config.model, self.num_classes) if config.distillation.teacher else None
-        )
-
-    def build_model(self) -> nn.Module:
-        """See Task.build_model."""
-        return build_model(self.config.model, self.num_classes)
-
-    def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        """See Task.train_loader."""
-        return make_train_loader(
-            self.train_source,
-            self.transform,
-            self.spec.mode,
-            self.num_classes,
-            self.config.data,
-            self.config.augment.repeats,
-            self.config.run.seed,
-            plan,
         )
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:

@@ -214,11 +214,9 @@ class DetectionEvalOptions(EvalOptions):
 class DetectionPredictOptions(DrawingPredictOptions):
     """Options of `inlinevit detect predict`."""
 
+    probabilities: ClassVar[tuple[str, ...]] = ("threshold",)
+
     output: str
     """Folder for a drawing of each image, NAME.png, and predictions.json."""
     threshold: float = 0.5
     """Objects with lower scores are left out."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "")
-        require(0 <= self.threshold <= 1, f"threshold is {self.threshold}: it should be from 0 to 1")

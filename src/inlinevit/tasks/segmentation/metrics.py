@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,6 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...data.loader import EvalLoader
 from ...engine.evaluator import Evaluation, Evaluator
-from ...engine.results import percent
 from ...utils.atomic import finite
 from ..dense import make_single_loader
 from .ade import AdeSource
@@ -32,6 +31,8 @@ class SegmentationEvaluation(Evaluation):
         images: How many images were evaluated.
         classes: Names of the classes.
     """
+
+    headings: ClassVar[dict[str, str]] = {"miou": "mIoU %", "macc": "mAcc %", "pixel_accuracy": "pixel accuracy %"}
 
     confusion: Tensor
     images: int
@@ -59,12 +60,6 @@ class SegmentationEvaluation(Evaluation):
             "macc": float(self.class_accuracy().nanmean()),
             "pixel_accuracy": float(right.sum() / true.sum()),
         }
-
-    def tables(self) -> list[list[dict[str, str]]]:
-        """See Evaluation.tables."""
-        headings = {"mIoU %": "miou", "mAcc %": "macc", "pixel accuracy %": "pixel_accuracy"}
-        numbers = self.numbers()
-        return [[{heading: percent(numbers[name]) for heading, name in headings.items()}]]
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
         """See Evaluation.class_scores."""

@@ -84,9 +84,7 @@ class Segmenter(SegmentationModel):
         super().__init__()
         self.encoder: Any = encoder
         self.decoder = decoder
-        self.segmentation_head: Any = SegmentationHead(
-            channels, num_classes, kernel_size=1, upsampling=STRIDES[0]
-        )
+        self.segmentation_head: Any = SegmentationHead(channels, num_classes, kernel_size=1, upsampling=STRIDES[0])
         self.classification_head = None
         self.auxiliary_head: nn.Module | None = None
         self.initialize()
