@@ -32,6 +32,8 @@ UNFINISHED = ".unfinished-"
 EVALUATION_FIELDS = ("evaluated_step", "metrics", "best", "best_step")
 # The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
 TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
+# What the folder of a checkpoint is called; whatever else lies beside them is not ours.
+CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
 # No field of progress.json is larger.
 LARGEST_COUNT = 2**53
@@ -197,7 +199,7 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """The checkpoints by step, newest first."""
-        return sorted(self.folder.glob("step-*"), reverse=True)
+        return sorted((path for path in self.folder.glob("step-*") if CHECKPOINT_NAME.fullmatch(path.name)), reverse=True)
 
     def clean(self) -> None:
         """Remove what killed runs have left unfinished."""

@@ -8,7 +8,7 @@ import torch
 
 from ..files import read_yaml
 from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
-from .config import AnyConfig, from_plain
+from .config import AnyConfig, from_plain, require
 from .files import replace_bytes
 from .lock import RUN_LOCK
 
@@ -34,7 +34,7 @@ RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *TASKS)
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a training run."""
-    if (folder / RUN_CHECKPOINTS).is_dir() and next((folder / RUN_CHECKPOINTS).glob("step-*"), None):
+    if CheckpointFolder(folder / RUN_CHECKPOINTS).paths():
         return True
     try:
         config = read_yaml(folder / RUN_CONFIG)
@@ -120,12 +120,15 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
             raise FileNotFoundError(f"{run} holds neither {RUN_WEIGHTS} nor a good checkpoint: train on, or anew")
         warnings.warn(f"the run in {run} is not finished: using its checkpoint {newest.name}", stacklevel=2)
         return _weights_in(newest)
-    if checkpoint != BEST:
-        return _weights_in(Path(checkpoint)) if Path(checkpoint).is_dir() else Path(checkpoint)
-    problem = damage(folder.best)
+    require(bool(checkpoint.strip()), "the checkpoint is empty: name one, or leave it out")
+    chosen = folder.best if checkpoint == BEST else Path(checkpoint)
+    if checkpoint != BEST and not chosen.is_dir():
+        return chosen
+    # Weights may lie in any folder; one with a manifest is a checkpoint, and its files are to be as they were written.
+    problem = damage(chosen) if checkpoint == BEST or (chosen / MANIFEST).exists() else None
     if problem is not None:
-        raise ValueError(f"{folder.best} cannot be used ({problem}): choose another checkpoint")
-    return _weights_in(folder.best)
+        raise ValueError(f"{chosen} cannot be used ({problem}): choose another checkpoint")
+    return _weights_in(chosen)
 
 
 def _weights_in(checkpoint: Path) -> Path:
