@@ -16,7 +16,7 @@ from .config import TrainConfig, check_unchanged, read_plain, require, to_plain
 from .files import make_folder, replace_bytes, replace_json, space_for
 from .lock import RUN_LOCK, RunLock
 from .processes import all_or_none, on_main
-from .runs import RUN_CHECKPOINTS, RUN_CONFIG, check_free_folder, check_run_folder
+from .runs import RUN_CHECKPOINTS, RUN_CONFIG, check_free_folder, check_lock_file, check_run_folder
 from .state import is_sharded, pack, restore, save_shards
 
 
@@ -46,6 +46,7 @@ class RunFolder:
         """
         if not self.path.is_dir():
             return self._choose_checkpoint()
+        check_lock_file(self.path)
         with RunLock(self.path):
             return self._choose_checkpoint()
 
@@ -79,6 +80,7 @@ class RunFolder:
     def _claim(self) -> None:
         """Take the folder, and rename what was in it if the run is to start over."""
         make_folder(self.path)
+        check_lock_file(self.path)
         lock = RunLock(self.path)
         lock.acquire()
         resume = self.config.run.resume

@@ -10,7 +10,7 @@ from ..files import read_yaml
 from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
 from .config import AnyConfig, from_plain, require
 from .files import replace_bytes
-from .lock import RUN_LOCK
+from .lock import RUN_LOCK, is_foreign_lock
 
 RUN_CONFIG = "config.yaml"
 RUN_WEIGHTS = "model.safetensors"
@@ -47,10 +47,23 @@ def check_run_folder(folder: Path) -> None:
     """Refuse to rename a folder that is not that of a training run: it may hold anything."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --run.output")
+    if folder.name in ("", ".."):
+        raise ValueError(
+            f"{folder} cannot be renamed under this name, as --run.resume never does: write --run.output "
+            f"{os.path.realpath(folder)} from another folder"
+        )
     if folder.is_dir() and set(os.listdir(folder)) > {RUN_LOCK} and not is_run(folder):
         raise ValueError(
             f"{folder} is not the folder of a training run, so --run.resume never does not rename it: choose another "
             "--run.output"
+        )
+
+
+def check_lock_file(folder: Path) -> None:
+    """Refuse a folder whose lock would replace the file of another program."""
+    if is_foreign_lock(folder) and not is_run(folder):
+        raise ValueError(
+            f"{folder / RUN_LOCK} is not the lock of a training run and would be replaced: choose another --run.output"
         )
 
 
