@@ -35,8 +35,9 @@ from inlinevit.detection.evaluate import (
     evaluate_command,
     evaluation_data,
     match_categories,
+    print_tables,
 )
-from inlinevit.detection.results import NUMBERS
+from inlinevit.detection.results import NUMBERS, CategoryPrecision, DetectionEvaluation
 from inlinevit.training.config import to_plain
 
 
@@ -202,6 +203,15 @@ def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> 
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
             evaluate_command(run, DetectionDataOptions(), precision="fp16")
+
+
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = dict.fromkeys(NUMBERS, 0.5)
+    one = CategoryPrecision(Category(1, "\x1b[31mred"), 3, 0.5, 0.5)
+    print_tables(DetectionEvaluation(numbers, numbers, [one], 1), "a model")
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b[31m" not in printed
 
 
 SCRIPT = """

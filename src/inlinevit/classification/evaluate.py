@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from ..images import on_one_line
 from ..training.config import require
 from ..training.files import finite, make_folder, replace_bytes, replacing_text
 from ..training.memory import require_memory_for_images
@@ -259,7 +260,7 @@ def _print_tables(outcome: Evaluation, classifier: Classifier) -> None:
         table.add_column(heading, justify="right" if heading == "%" else "left")
     worst, best = ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN]
     for (low, poor), (high, good) in zip(worst, best, strict=True):
-        table.add_row(Text(names[poor]), f"{low:.1f}", Text(names[good]), f"{high:.1f}")
+        table.add_row(Text(on_one_line(names[poor])), f"{low:.1f}", Text(on_one_line(names[good])), f"{high:.1f}")
     console.print(table)
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from ..images import on_one_line
 from ..training.config import require
 from ..training.files import finite, make_folder, replace_bytes, replacing_text
 from ..training.outputs import check_output_folder
@@ -237,7 +238,9 @@ def print_tables(outcome: DetectionEvaluation, title: str) -> None:
     for heading in ("worst", "%", "best", "%"):
         table.add_column(heading, justify="right" if heading == "%" else "left")
     for (low, poor), (high, good) in zip(ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN], strict=True):
-        table.add_row(Text(poor.category.name), _percent(low), Text(good.category.name), _percent(high))
+        table.add_row(
+            Text(on_one_line(poor.category.name)), _percent(low), Text(on_one_line(good.category.name)), _percent(high)
+        )
     console.print(table)
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from ..images import on_one_line
 from ..training.config import require
 from ..training.files import finite, make_folder, replace_bytes, replacing_text
 from ..training.outputs import check_output_folder
@@ -168,14 +169,14 @@ def print_tables(outcome: SegmentationEvaluation, labels: LabelMap, title: list[
         for heading in ("IoU %", "accuracy %"):
             table.add_column(heading, justify="right")
         for iou, accuracy, name in rows:
-            table.add_row(Text(name), _percent(iou), _percent(accuracy))
+            table.add_row(Text(on_one_line(name)), _percent(iou), _percent(accuracy))
     else:
         ranked = sorted((iou, name) for iou, _, name in rows if not math.isnan(iou))
         table = Table(title="classes, IoU")
         for heading in ("worst", "%", "best", "%"):
             table.add_column(heading, justify="right" if heading == "%" else "left")
         for (low, poor), (high, good) in zip(ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN], strict=True):
-            table.add_row(Text(poor), _percent(low), Text(good), _percent(high))
+            table.add_row(Text(on_one_line(poor)), _percent(low), Text(on_one_line(good)), _percent(high))
     console.print(table)
 
 
