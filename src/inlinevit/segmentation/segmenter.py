@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from ..files import read_json
-from ..models._weight_files import read_state_dict
+from ..models._weight_files import read_state_dict, require_finite
 from ..training.backbone import mean_and_std
 from ..training.creation import load_weights
 from ..training.runs import RUN_LABELS, run_config, run_weights
@@ -46,6 +46,7 @@ def open_segmenter(run: str, *, checkpoint: str | None = None) -> ReadySegmenter
     labels = read_run_labels(Path(run) / RUN_LABELS)
     file = run_weights(Path(run), checkpoint)
     weights = read_state_dict(file)
+    require_finite(weights, file)
     # Everything is in the file: nothing is fetched.
     bare = replace(config.model, pretrained=False, checkpoint=None, drop_path=0.0)
     model = build_segmenter(bare, len(labels.classes))
