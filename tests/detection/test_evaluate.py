@@ -175,9 +175,7 @@ def test_stored_results_give_the_same_numbers(
 ) -> None:
     evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "model"))
     files = [str(tmp_path / "model" / f"results_{kind}.json") for kind in ("bbox", "segm")]
-    evaluate_command(
-        None, DetectionDataOptions(path=data.path, workers=0), output=str(tmp_path / "stored"), results=files
-    )
+    evaluate_command(None, DetectionDataOptions(path=data.path), output=str(tmp_path / "stored"), results=files)
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
     assert {**model, "run": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))

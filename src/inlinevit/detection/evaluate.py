@@ -165,6 +165,7 @@ def evaluate_command(
     without_model = "results are evaluated without a model: leave out --{}, or --results"
     require(not results or checkpoint is None, without_model.format("checkpoint"))
     require(not results or precision == "no", without_model.format("precision"))
+    require(not results or data.workers is None, without_model.format("data.workers"))
     accelerator = evaluation_accelerator(precision)
     chosen = evaluation_data(run, data)
     source = open_coco(chosen, training=False)
