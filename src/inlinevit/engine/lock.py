@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from ..files import open_regular
+from ..utils.files import open_regular
 
 RUN_LOCK = ".lock"
 # Folders, by device and inode: fcntl's locks do not exclude runs of the same process from each other.
