@@ -127,8 +127,8 @@ def test_commands_run_from_an_empty_folder_with_the_wheel_alone(installed: Path,
         "recipes camvid",
         "models",
         "models --task detection --json",
-        "train --config embedded --schedule.steps 2 --schedule.warmup 0 --run.eval_every 2 --data.max_train_samples 100 "
-        "--model.kwargs.depth 1",
+        "train --config embedded --schedule.steps 2 --schedule.warmup 0 --run.eval_every 2 "
+        "--data.max_train_samples 100 --model.kwargs.depth 1",
         "eval runs/embedded",
     )
     environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
