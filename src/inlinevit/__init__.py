@@ -31,7 +31,7 @@ _loaded: set[str] = set()
 @wrapt.when_imported("timm.models")
 @wrapt.when_imported(f"{__name__}.layers")
 def register_models(module: ModuleType) -> None:
-    """Register the models with timm, once timm is imported; but not while `layers`, which they need, is importing it."""
+    """Register the models with timm when it is imported, or after `layers`, which they need, if that imports it."""
     _loaded.add(module.__name__)
     layers = f"{__name__}.layers"
     if layers not in sys.modules or layers in _loaded:
