@@ -262,7 +262,6 @@ class CommandOptions:
     """Where to compute, such as cpu or cuda; null = the best device there is."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "")
         for name in self.probabilities:
             value = vars(self)[name]
             require(0 <= value <= 1, f"{name} is {value}: it should be from 0 to 1")

@@ -45,7 +45,7 @@ def make_table(rows: Sequence[Mapping[str, str]]) -> Table:
     for heading in rows[0]:
         table.add_column(heading.strip(), justify="right" if "%" in heading or heading == "loss" else "left")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row.values()))
+        table.add_row(*(Text(printable(cell)) for cell in row.values()))
     return table
 
 

@@ -17,7 +17,7 @@ class TaskEntry:
         name: The name of the task.
         command: The word between `inlinevit` and train, eval or predict; "" = none.
         description: One line for the help.
-        recipe: An example of a recipe.
+        recipe: The name of one of its recipes.
         config: "package.module:Class" of the task's TrainConfig.
         eval_options: Of its EvalOptions.
         predict_options: Of its PredictOptions.
@@ -36,6 +36,10 @@ class TaskEntry:
     task: str
     accepts_names: bool = False
     needs_model: bool = True
+
+    def command_line(self, what: str) -> str:
+        """Return the words after `inlinevit` for train, eval or predict."""
+        return f"{self.command} {what}".strip()
 
     def load_config(self) -> Any:
         """Import the class of the task's TrainConfig."""
@@ -59,7 +63,7 @@ TASKS = {
         name="classification",
         command="",
         description="image classification",
-        recipe="recipes/inline_swin_tiny.yaml",
+        recipe="inline_swin_tiny",
         config=f"{__name__}.classification.config:ClassificationConfig",
         eval_options=f"{__name__}.classification.config:ClassificationEvalOptions",
         predict_options=f"{__name__}.classification.config:ClassificationPredictOptions",
@@ -69,8 +73,8 @@ TASKS = {
     "multilabel": TaskEntry(
         name="multilabel",
         command="multilabel",
-        description="multi-label classification: any number of labels for each image",
-        recipe="recipes/multilabel/inline_swin_tiny.yaml",
+        description="multi-label classification",
+        recipe="multilabel_inline_swin_tiny",
         config=f"{__name__}.multilabel.config:MultilabelConfig",
         eval_options=f"{__name__}.multilabel.config:MultilabelEvalOptions",
         predict_options=f"{__name__}.multilabel.config:MultilabelPredictOptions",
@@ -80,7 +84,7 @@ TASKS = {
         name="detection",
         command="detect",
         description="object detection and instance segmentation",
-        recipe="recipes/detection/mask_rcnn_inline_pvt_tiny_1x.yaml",
+        recipe="mask_rcnn_inline_pvt_tiny_1x",
         config=f"{__name__}.detection.config:DetectionConfig",
         eval_options=f"{__name__}.detection.config:DetectionEvalOptions",
         predict_options=f"{__name__}.detection.config:DetectionPredictOptions",
@@ -91,7 +95,7 @@ TASKS = {
         name="segmentation",
         command="segment",
         description="semantic segmentation",
-        recipe="recipes/segmentation/semantic_fpn_inline_pvt_tiny.yaml",
+        recipe="semantic_fpn_inline_pvt_tiny",
         config=f"{__name__}.segmentation.config:SegmentationConfig",
         eval_options=f"{__name__}.segmentation.config:SegmentationEvalOptions",
         predict_options=f"{__name__}.segmentation.config:SegmentationPredictOptions",

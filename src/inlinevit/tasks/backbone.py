@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..engine.runs import Run
 from ..models import load_checkpoint
-from ..models._weight_files import read_state_dict
+from ..models._weight_files import read_state_dict, require_finite
 from ..models.factory import (
     check_model_name,
     classes_of_weights,
@@ -80,6 +80,7 @@ def load_trained(run: Run[Any], checkpoint: str | None, build: Callable[[Any], M
     """
     file = run.weights(checkpoint)
     weights = read_state_dict(file)
+    require_finite(weights, file)
     # Everything is in the file: nothing is downloaded.
     model = build(replace(run.config.model, pretrained=False, checkpoint=None, drop_path_rate=0.0))
     load_weights(model, weights, file)

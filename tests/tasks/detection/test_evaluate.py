@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from inlinevit.engine.config import to_plain
 from inlinevit.engine.evaluator import evaluate as evaluate_model
 from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.engine.results import print_evaluation
 from inlinevit.engine.runs import open_run
 from inlinevit.tasks.detection.coco import Category, CocoSource, open_coco
 from inlinevit.tasks.detection.config import (
@@ -33,7 +34,7 @@ from inlinevit.tasks.detection.config import (
     DetectionDataOptions,
     DetectionEvalOptions,
 )
-from inlinevit.tasks.detection.metrics import NUMBERS, DetectionEvaluation, DetectionEvaluator
+from inlinevit.tasks.detection.metrics import NUMBERS, CategoryPrecision, DetectionEvaluation, DetectionEvaluator
 from inlinevit.tasks.detection.predictor import match_categories
 from inlinevit.tasks.detection.task import Detection
 from tests.tasks.detection.runs import make_run
@@ -186,9 +187,7 @@ def test_stored_results_give_the_same_numbers(
 ) -> None:
     evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "model"))
     files = [str(tmp_path / "model" / f"results_{kind}.json") for kind in ("bbox", "segm")]
-    evaluate_command(
-        None, DetectionDataOptions(path=data.path, workers=0), output=str(tmp_path / "stored"), results=files
-    )
+    evaluate_command(None, DetectionDataOptions(path=data.path), output=str(tmp_path / "stored"), results=files)
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
     assert {**model, "model": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))
@@ -198,6 +197,15 @@ def test_stored_results_give_the_same_numbers(
     assert boxes["box_AP"] == model["box_AP"]
     assert "mask_AP" not in boxes
     assert boxes["per_class"][0]["mask_AP"] is None
+
+
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = dict.fromkeys(NUMBERS, 0.5)
+    one = CategoryPrecision(Category(1, "\x1b[31mred"), 3, 0.5, 0.5)
+    print_evaluation("a model", DetectionEvaluation(numbers, numbers, [one], 1))
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b[31m" not in printed
 
 
 def test_what_the_command_cannot_do_is_told(run: str, data: DetectionDataConfig) -> None:

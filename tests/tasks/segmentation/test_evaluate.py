@@ -191,6 +191,15 @@ def test_with_many_classes_the_worst_and_the_best_are_shown(capsys: pytest.Captu
     assert [lines[0][0].strip(), lines[1][0].strip(), lines[0][2].strip()] == ["1", "8", "30"]
 
 
+@pytest.mark.parametrize("count", [2, 30])
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str], count: int) -> None:
+    names = ["\x1b[31mred", *map(str, range(1, count))]
+    print_evaluation("a model", SegmentationEvaluation(torch.eye(count, dtype=torch.int64), 1, names))
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b[31m" not in printed
+
+
 SCRIPT = """
 import sys
 from accelerate import Accelerator

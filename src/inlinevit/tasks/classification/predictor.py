@@ -18,7 +18,7 @@ from ...engine.evaluator import EvalData
 from ...engine.predictor import Predictor
 from ...engine.results import ClassProbability, shorten_list
 from ...engine.runs import RUN_CONFIG, Run, has_config, open_run
-from ...models._weight_files import read_state_dict
+from ...models._weight_files import read_state_dict, require_finite
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import require
 from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
@@ -175,6 +175,7 @@ def load_classifier(
     num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0)
     if file is not None:
         weights = read_state_dict(file)
+        require_finite(weights, file)
         num_classes = classes_of_weights(config.name, weights, file) or num_classes
         if channels_of_weights(config.name, weights) == 1:
             config = dataclasses.replace(config, in_chans=1)

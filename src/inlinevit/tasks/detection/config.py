@@ -203,6 +203,7 @@ class DetectionEvalOptions(EvalOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = {"checkpoint": self.checkpoint, "precision": self.precision, "device": self.device}
+        given["data.workers"] = None if self.data.workers is None else str(self.data.workers)
         unused = [name for name, value in given.items() if value not in (None, "no")]
         require(
             not self.results or not unused,

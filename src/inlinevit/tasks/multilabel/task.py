@@ -11,6 +11,7 @@ from ...engine.evaluator import EvalData
 from ...engine.outputs import check_run_output
 from ...engine.results import ClassProbability
 from ...engine.runs import Run, open_run
+from ...models._weight_files import read_state_dict, require_finite
 from ...utils.validation import require
 from ..classification.model import build_model
 from ..classification.predictor import CLASSES_JSON, DIGITS, ImagePredictor, check_batch_memory, parse_classes
@@ -94,6 +95,7 @@ class Multilabel(ImageTask):
         run = open_run(MultilabelConfig, model or "")
         names = run.metadata(CLASSES_JSON, parse_classes) or []
         file = str(run.weights(options.checkpoint))
+        require_finite(read_state_dict(file), file)
         config = replace(run.config.model, checkpoint=file, pretrained=False, drop_path_rate=0.0)
         trained = build_model(config, len(names), new_head=False).eval()
         return MultilabelPredictor(trained, config.name, len(names), names, input_spec(config))
