@@ -16,10 +16,9 @@ def make_parser(entry: TaskEntry) -> ArgumentParser:
     if entry.needs_model:
         add_model(parser, entry)
     else:
-        parser.add_argument(
-            "model", nargs="?", type=str, default=None, metavar="MODEL", help="folder of a training run"
-        )
-    add_options(parser, options)
+        about = "folder of a training run"
+        parser.add_argument("model", nargs="?", type=str, default=None, metavar="MODEL", help=about)
+    add_options(parser, entry.load_eval_options())
     return parser
 
 

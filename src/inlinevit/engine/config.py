@@ -177,8 +177,14 @@ class RunConfig:
 
 @dataclass
 class SplitDataConfig:
-    """What data for dense tasks have in common: they come in splits, and are evaluated one image at a time."""
+    """Data of dense tasks, which come in splits and are evaluated one image at a time; a task adds defaults."""
 
+    path: str
+    """The folder of the data."""
+    train_split: str
+    """The split to train on."""
+    eval_split: str
+    """The split to evaluate on."""
     max_train_samples: int | None = None
     """Train on so many images, the first of the split; null = all."""
     max_eval_samples: int | None = None

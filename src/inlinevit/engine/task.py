@@ -23,7 +23,7 @@ from ..data.loader import TrainLoader
 from .config import EvalOptions, PredictOptions, TrainConfig
 from .evaluator import EvalData, Evaluator, evaluate
 from .predictor import Predictor
-from .runs import Run, open_run
+from .runs import Run, open_run, task_of
 
 
 class Task(ABC):
@@ -36,17 +36,22 @@ class Task(ABC):
         config: The run; its `data` has batch_size and workers.
     """
 
-    # The name of the task, and its command without train, eval or predict.
-    name: ClassVar[str]
-    command: ClassVar[str]
+    # Arguments of the class statement: class MyTask(Task, config=…, command=…, metric=…).
+    # The configuration, and the command without train, eval or predict.
     config_class: ClassVar[type[TrainConfig]]
+    command: ClassVar[str]
     # The metric that decides which weights are the best, and whether larger is better.
     metric: ClassVar[str]
     greater_is_better: ClassVar[bool] = True
     # Batch sizes must be multiples of this number.
     batch_multiple: int = 1
 
+    def __init_subclass__(cls, config: type[TrainConfig] | None = None, command: str = "", metric: str = "") -> None:
+        if config is not None:
+            cls.config_class, cls.command, cls.metric = config, command, metric
+
     def __init__(self, config: Any) -> None:
+        self.config = config
         # Samples in a batch of one process, and the data workers of that process.
         self.batch_size: int = config.data.batch_size
         self.workers: int = config.data.workers
@@ -73,13 +78,13 @@ class Task(ABC):
 
     def metadata(self) -> dict[str, Any]:
         """Return what to store beside the results, by the name of a JSON file: {"classes": […]}."""
-        return {"task": {"name": self.name, "command": self.command}}
+        return {"task": {"name": task_of(self.config_class), "command": self.command}}
 
     @classmethod
     def find_run(cls, model: str | None, options: EvalOptions | PredictOptions) -> Run | None:
         """Open the run that `eval` is given; None if it is given something else that the task accepts."""
         if model is None:
-            raise ValueError(f"name the folder of a {cls.name} run")
+            raise ValueError(f"name the folder of a {task_of(cls.config_class)} run")
         return open_run(cls.config_class, model)
 
     @classmethod

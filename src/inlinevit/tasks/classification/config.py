@@ -11,7 +11,7 @@ from ...engine.config import (
     EvalOptions,
     TrainConfig,
 )
-from ...utils.validation import MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
+from ...utils.validation import MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_shares, check_value, require
 
 # Prefixes of data that have a root.
 ROOTED = ("torch", "hfds", "wds")
@@ -176,9 +176,7 @@ class AugmentConfig:
             cutmix=1000,
             repeats=1000,
         )
-        for name in ("hflip", "random_erasing", "mixup_switch", "label_smoothing"):
-            value = vars(self)[name]
-            require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
+        check_shares(self, "augment", "hflip", "random_erasing", "mixup_switch", "label_smoothing")
         for name in ("mixup", "cutmix", "color_jitter", "crop_padding"):
             value = vars(self)[name]
             require(value >= 0, f"augment.{name} is {value}: it should not be negative")

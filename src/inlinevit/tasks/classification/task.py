@@ -99,7 +99,6 @@ class ImageTask(Task):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.config = config
         check_model_name(config.model.name)
         self.spec = input_spec(config.model)
         self.transform = training_transform(config.augment, self.spec)
@@ -123,17 +122,10 @@ class ImageTask(Task):
         )
 
 
-class Classification(ImageTask):
-    """Image classification.
+class Classification(ImageTask, config=ClassificationConfig, command="inlinevit", metric="top1"):
+    """Image classification."""
 
-    Args:
-        config: The run.
-    """
-
-    name = "classification"
-    command = "inlinevit"
-    config_class = ClassificationConfig
-    metric = "top1"
+    config: ClassificationConfig
 
     def __init__(self, config: ClassificationConfig) -> None:
         super().__init__(config)

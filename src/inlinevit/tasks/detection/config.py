@@ -12,8 +12,8 @@ from ...engine.config import (
     SplitDataOptions,
     TrainConfig,
 )
-from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, require
-from ..backbone_config import BackboneConfig
+from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, check_shares, require
+from ..backbone_config import BackboneConfig, refuse_layer_decay
 
 
 @dataclass
@@ -23,9 +23,7 @@ class DetectionDataConfig(SplitDataConfig):
     path: str = "path/to/coco"
     """A folder laid out as COCO's: images in SPLIT/, annotations in annotations/instances_SPLIT.json."""
     train_split: str = "train2017"
-    """The split to train on."""
     eval_split: str = "val2017"
-    """The split to evaluate on."""
     train_annotations: str | None = None
     """The annotations to train on, if they are elsewhere."""
     train_folder: str | None = None
@@ -80,17 +78,9 @@ class DetectionAugmentConfig:
     """Share of images into which objects of another image are pasted."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "augment",
-            min_sizes=MOST_PIXELS,
-            max_size=MOST_PIXELS,
-            scale_jitter=100,
-            jitter_size=MOST_PIXELS,
-        )
-        for name in ("hflip", "copy_paste"):
-            value = vars(self)[name]
-            require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
+        sides = dict.fromkeys(("min_sizes", "max_size", "jitter_size"), MOST_PIXELS)
+        check_fields(self, "augment", scale_jitter=100, **sides)
+        check_shares(self, "augment", "hflip", "copy_paste")
         require(
             bool(self.min_sizes) and min(self.min_sizes) > 0, "augment.min_sizes should hold at least one side above 0"
         )
@@ -159,9 +149,7 @@ class DetectorConfig(BackboneConfig):
         ):
             value = vars(self)[name]
             require(value > 0, f"model.{name} is {value}: it should be at least 1")
-        for name in ("box_score_thresh", "box_nms_thresh"):
-            value = vars(self)[name]
-            require(0 <= value <= 1, f"model.{name} is {value}: it should be from 0 to 1")
+        check_shares(self, "model", "box_score_thresh", "box_nms_thresh")
         require(self.num_classes is None or self.num_classes > 0, "model.num_classes should be at least 1")
         require(0 <= self.frozen_stages <= 4, f"model.frozen_stages is {self.frozen_stages}: there are 4 stages")
         require(
@@ -185,10 +173,7 @@ class DetectionConfig(TrainConfig):
     model: DetectorConfig = field(default_factory=DetectorConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.optimizer.layer_decay is None,
-            "optimizer.layer_decay is for plain classifiers: leave it out for detectors",
-        )
+        refuse_layer_decay(self)
 
 
 @dataclass(kw_only=True)

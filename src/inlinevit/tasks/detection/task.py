@@ -26,21 +26,13 @@ from .predictor import DetectionPredictor, StoredResults, load_detector
 LOGGED = ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
 
 
-class Detection(Task):
-    """Object detection and instance segmentation.
+class Detection(Task, config=DetectionConfig, command="inlinevit detect", metric="box_AP"):
+    """Object detection and instance segmentation."""
 
-    Args:
-        config: The run.
-    """
-
-    name = "detection"
-    command = "inlinevit detect"
-    config_class = DetectionConfig
-    metric = "box_AP"
+    config: DetectionConfig
 
     def __init__(self, config: DetectionConfig) -> None:
         super().__init__(config)
-        self.config = config
         check_model_name(config.model.backbone)
         self.train_source = open_coco(config.data, training=True)
         self.eval_source = open_coco(config.data, training=False)

@@ -1,6 +1,7 @@
 """Metrics and losses of multi-label classification."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -109,6 +110,7 @@ class MultilabelEvaluator(ImageEvaluator):
         hits, false, negatives, missed, true = self.scores.compute().cpu().unbind(dim=1)
         images = int((hits + false + negatives + missed)[0])
         self.require_images(images)
-        precision = torch.where(true > 0, self.precision.compute().cpu().double(), math.nan)
+        with warnings.catch_warnings(action="ignore"):
+            precision = torch.where(true > 0, self.precision.compute().cpu().double(), math.nan)
         counts = torch.stack([hits, false, missed, true], dim=1)
         return MultilabelEvaluation(self.names, counts, precision, images)

@@ -1,6 +1,6 @@
 """Multi-label classification as a task."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from ...engine.evaluator import EvalData
 from ...engine.outputs import check_run_output
 from ...engine.results import ClassProbability
 from ...engine.runs import Run, open_run
-from ...models._weight_files import read_state_dict, require_finite
 from ...utils.validation import require
-from ..classification.model import build_model
+from ..classification.model import build_trained
 from ..classification.predictor import CLASSES_JSON, DIGITS, ImagePredictor, check_batch_memory, parse_classes
 from ..classification.task import ImageTask
 from ..classification.transforms import input_spec
@@ -43,17 +42,10 @@ class MultilabelPredictor(ImagePredictor):
         return MultilabelEvaluator(data.source, self.spec, data.config, options.threshold)
 
 
-class Multilabel(ImageTask):
-    """Multi-label classification.
+class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilabel", metric="map"):
+    """Multi-label classification."""
 
-    Args:
-        config: The run.
-    """
-
-    name = "multilabel"
-    command = "inlinevit multilabel"
-    config_class = MultilabelConfig
-    metric = "map"
+    config: MultilabelConfig
 
     def __init__(self, config: MultilabelConfig) -> None:
         super().__init__(config)
@@ -94,8 +86,6 @@ class Multilabel(ImageTask):
         """See Task.load_predictor."""
         run = open_run(MultilabelConfig, model or "")
         names = run.metadata(CLASSES_JSON, parse_classes) or []
-        file = str(run.weights(options.checkpoint))
-        require_finite(read_state_dict(file), file)
-        config = replace(run.config.model, checkpoint=file, pretrained=False, drop_path_rate=0.0)
-        trained = build_model(config, len(names), new_head=False).eval()
+        config, file = run.config.model, str(run.weights(options.checkpoint))
+        trained = build_trained(config, file, len(names))
         return MultilabelPredictor(trained, config.name, len(names), names, input_spec(config))

@@ -13,7 +13,7 @@ from ...engine.config import (
     TrainConfig,
 )
 from ...utils.validation import MOST_PIXELS, check_fields, require
-from ..backbone_config import BackboneConfig
+from ..backbone_config import BackboneConfig, refuse_layer_decay
 
 # Factors that images are scaled by are not larger.
 MOST_SCALE = 100
@@ -25,12 +25,10 @@ class SegmentationDataConfig(SplitDataConfig):
 
     path: str = "path/to/ade20k"
     """A folder laid out as ADE20K's: images/SPLIT/*.jpg, annotations/SPLIT/*.png with the same names."""
-    train_split: str = "training"
-    """The split to train on."""
-    eval_split: str = "validation"
-    """The split to evaluate on."""
     labels: str | None = None
     """A YAML file with the meaning of pixel values; null = as in ADE20K: 0 is ignored, classes from 1."""
+    train_split: str = "training"
+    eval_split: str = "validation"
 
 
 @dataclass
@@ -192,10 +190,7 @@ class SegmentationConfig(TrainConfig):
     inference: InferenceConfig = field(default_factory=InferenceConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.optimizer.layer_decay is None,
-            "optimizer.layer_decay is for plain classifiers: leave it out for segmentation",
-        )
+        refuse_layer_decay(self)
         require(
             self.model.arch != "upernet" or self.data.batch_size > 1,
             "data.batch_size is 1, but UperNet's batch norms learn from two images at least: choose 2 or more",

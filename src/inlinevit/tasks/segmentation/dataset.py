@@ -37,20 +37,8 @@ def collate(samples: list[Sample]) -> Sample:
     return torch.stack(images), torch.stack(labels)
 
 
-def make_train_loader(
-    source: AdeSource,
-    augment: SegmentationAugmentConfig,
-    seed: int,
-    plan: BatchPlan,
-) -> TrainLoader:
-    """Return the batches (images, labels) of one process, in an order that the seed decides.
-
-    Args:
-        source: Where the images come from.
-        augment: The augmentation.
-        seed: The run's seed.
-        plan: Size of batches, number of workers, which share of each batch.
-    """
+def make_train_loader(source: AdeSource, augment: SegmentationAugmentConfig, seed: int, plan: BatchPlan) -> TrainLoader:
+    """Return the batches (images, labels) of one process, in an order that the seed decides."""
     order = ShardedSampler(len(source), plan.batch_size, seed=seed, process=plan.process, processes=plan.processes)
     check_one_batch(len(order), len(source), plan.batch_size, plan.processes)
     samples = SegmentationSamples(source, training_transform(augment))

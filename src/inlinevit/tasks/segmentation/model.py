@@ -120,22 +120,6 @@ def padding_of(length: int) -> int:
     return max(-(-length // stride), 2) * stride - length
 
 
-def semantic_fpn(backbone: str, num_classes: int, **options: Any) -> Segmenter:
-    """SemanticFPN on a backbone of ours or of timm's.
-
-    Args:
-        backbone: What timm calls it; it gives features at strides 4, 8, 16 and 32.
-        num_classes: Classes.
-        **options: Further fields of SegmenterConfig.
-    """
-    return build_segmenter(SegmenterConfig(arch="semantic_fpn", backbone=backbone, **options), num_classes)
-
-
-def upernet(backbone: str, num_classes: int, **options: Any) -> Segmenter:
-    """UperNet, with an auxiliary head at stride 16; arguments as for semantic_fpn."""
-    return build_segmenter(SegmenterConfig(arch="upernet", backbone=backbone, **options), num_classes)
-
-
 def build_segmenter(config: SegmenterConfig, num_classes: int) -> Segmenter:
     """Build a segmentation model with the initial weights of its config; see build_on_backbone() for errors.
 
@@ -162,3 +146,13 @@ def build_segmenter(config: SegmenterConfig, num_classes: int) -> Segmenter:
         return model
 
     return build_on_backbone(config, assemble, prefix=ENCODER, by_class=BY_CLASS)
+
+
+def semantic_fpn(backbone: str, num_classes: int, **options: Any) -> Segmenter:
+    """Build SemanticFPN on a backbone; `options` are further fields of SegmenterConfig."""
+    return build_segmenter(SegmenterConfig(arch="semantic_fpn", backbone=backbone, **options), num_classes)
+
+
+def upernet(backbone: str, num_classes: int, **options: Any) -> Segmenter:
+    """UperNet, with an auxiliary head at stride 16; arguments as for semantic_fpn."""
+    return build_segmenter(SegmenterConfig(arch="upernet", backbone=backbone, **options), num_classes)

@@ -24,21 +24,13 @@ from .model import build_segmenter
 from .predictor import SegmentationPredictor, evaluation_labels, load_segmenter
 
 
-class Segmentation(Task):
-    """Semantic segmentation.
+class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment", metric="miou"):
+    """Semantic segmentation."""
 
-    Args:
-        config: The run.
-    """
-
-    name = "segmentation"
-    command = "inlinevit segment"
-    config_class = SegmentationConfig
-    metric = "miou"
+    config: SegmentationConfig
 
     def __init__(self, config: SegmentationConfig) -> None:
         super().__init__(config)
-        self.config = config
         check_model_name(config.model.backbone)
         self.mean_std = mean_and_std(config.model.backbone)
         self.labels = open_labels(config.data, config.model.num_classes)
