@@ -1,7 +1,6 @@
 """Tasks: classification, multi-label classification, detection, segmentation. See `inlinevit.engine.task`.
 
-TASKS names the classes of each task, so that the command line can list the tasks and show their options without
-importing torch.
+TASKS is the table of them: the command line lists the tasks and shows their options without importing torch.
 """
 
 import pkgutil
@@ -11,29 +10,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """Where the parts of a task are.
+    """A task: its package, and the names of its classes.
+
+    The package NAME has config.py with PREFIXConfig, PREFIXEvalOptions and PREFIXPredictOptions, which do not import
+    torch, and task.py with the Task PREFIX.
 
     Attributes:
-        name: The name of the task.
+        name: The name of the task and of its package.
+        prefix: What the names of its classes begin with.
         command: The word between `inlinevit` and train, eval or predict; "" = none.
-        description: One line for the help.
+        description: What the task is called in the help.
         recipe: The name of one of its recipes.
-        config: "package.module:Class" of the task's TrainConfig.
-        eval_options: Of its EvalOptions.
-        predict_options: Of its PredictOptions.
-        task: Of its Task; the only one of the four that imports torch.
         accepts_names: Whether eval and predict take the name of a model in place of the folder of a run.
         needs_model: Whether eval needs either of them.
     """
 
     name: str
+    prefix: str
     command: str
     description: str
     recipe: str
-    config: str
-    eval_options: str
-    predict_options: str
-    task: str
     accepts_names: bool = False
     needs_model: bool = True
 
@@ -42,63 +38,33 @@ class TaskEntry:
         return f"{self.command} {what}".strip()
 
     def load_config(self) -> Any:
-        """Import the class of the task's TrainConfig."""
-        return pkgutil.resolve_name(self.config)
+        """Import the class of its TrainConfig."""
+        return pkgutil.resolve_name(f"{__name__}.{self.name}.config:{self.prefix}Config")
 
     def load_eval_options(self) -> Any:
-        """Import the class of the task's EvalOptions."""
-        return pkgutil.resolve_name(self.eval_options)
+        """Import the class of its EvalOptions."""
+        return pkgutil.resolve_name(f"{__name__}.{self.name}.config:{self.prefix}EvalOptions")
 
     def load_predict_options(self) -> Any:
-        """Import the class of the task's PredictOptions."""
-        return pkgutil.resolve_name(self.predict_options)
+        """Import the class of its PredictOptions."""
+        return pkgutil.resolve_name(f"{__name__}.{self.name}.config:{self.prefix}PredictOptions")
 
     def load_task(self) -> Any:
-        """Import the class of the task."""
-        return pkgutil.resolve_name(self.task)
+        """Import the class of its Task."""
+        return pkgutil.resolve_name(f"{__name__}.{self.name}.task:{self.prefix}")
 
 
-TASKS = {
-    "classification": TaskEntry(
-        name="classification",
-        command="",
-        description="image classification",
-        recipe="inline_swin_tiny",
-        config=f"{__name__}.classification.config:ClassificationConfig",
-        eval_options=f"{__name__}.classification.config:ClassificationEvalOptions",
-        predict_options=f"{__name__}.classification.config:ClassificationPredictOptions",
-        task=f"{__name__}.classification.task:Classification",
-        accepts_names=True,
-    ),
-    "multilabel": TaskEntry(
-        name="multilabel",
-        command="multilabel",
-        description="multi-label classification",
-        recipe="multilabel_inline_swin_tiny",
-        config=f"{__name__}.multilabel.config:MultilabelConfig",
-        eval_options=f"{__name__}.multilabel.config:MultilabelEvalOptions",
-        predict_options=f"{__name__}.multilabel.config:MultilabelPredictOptions",
-        task=f"{__name__}.multilabel.task:Multilabel",
-    ),
-    "detection": TaskEntry(
-        name="detection",
-        command="detect",
-        description="object detection and instance segmentation",
-        recipe="mask_rcnn_inline_pvt_tiny_1x",
-        config=f"{__name__}.detection.config:DetectionConfig",
-        eval_options=f"{__name__}.detection.config:DetectionEvalOptions",
-        predict_options=f"{__name__}.detection.config:DetectionPredictOptions",
-        task=f"{__name__}.detection.task:Detection",
+_ENTRIES = (
+    TaskEntry("classification", "Classification", "", "image classification", "inline_swin_tiny", accepts_names=True),
+    TaskEntry("multilabel", "Multilabel", "multilabel", "multi-label classification", "multilabel_inline_swin_tiny"),
+    TaskEntry(
+        "detection",
+        "Detection",
+        "detect",
+        "object detection and instance segmentation",
+        "mask_rcnn_inline_pvt_tiny_1x",
         needs_model=False,
     ),
-    "segmentation": TaskEntry(
-        name="segmentation",
-        command="segment",
-        description="semantic segmentation",
-        recipe="semantic_fpn_inline_pvt_tiny",
-        config=f"{__name__}.segmentation.config:SegmentationConfig",
-        eval_options=f"{__name__}.segmentation.config:SegmentationEvalOptions",
-        predict_options=f"{__name__}.segmentation.config:SegmentationPredictOptions",
-        task=f"{__name__}.segmentation.task:Segmentation",
-    ),
-}
+    TaskEntry("segmentation", "Segmentation", "segment", "semantic segmentation", "semantic_fpn_inline_pvt_tiny"),
+)
+TASKS = {entry.name: entry for entry in _ENTRIES}

@@ -125,7 +125,6 @@ class ClassificationDataOptions(ImageDataOptions):
     """Folder of the data that timm.data knows by a prefix; null = as in the run."""
 
     def applied_to(self, run: Any, default: Any) -> Any:
-        """See DataOptions.applied_to."""
         data = super().applied_to(run, default)
         require(
             self.root is None or data.path.partition("/")[0] in ROOTED,

@@ -81,7 +81,6 @@ class LabelledStream:
         self.read = source.read
 
     def samples(self, stored: list[dict[str, Any]]) -> LabelledImages:
-        """See Stream.samples."""
         images = ShardImages(stored)
         return LabelledImages(images, self.transform, self.mode, self.num_classes, tries=self.tries)
 

@@ -47,7 +47,6 @@ class ClassificationEvaluation(Evaluation):
     classes: list[str] = field(default_factory=list)
 
     def numbers(self) -> dict[str, float]:
-        """See Evaluation.numbers."""
         names = ("top1", "top5", "calibration_error", "loss")
         return {name: vars(self)[name] for name in names}
 
@@ -63,28 +62,23 @@ class ClassificationEvaluation(Evaluation):
         return [100 * some / all_ if all_ else None for some, all_ in zip(right, images, strict=True)]
 
     def tables(self) -> list[list[dict[str, str]]]:
-        """See Evaluation.tables."""
         shares = {"top-1 %": self.top1, "top-5 %": self.top5, "calibration error %": self.calibration_error}
         return [[{**{name: f"{share:.2f}" for name, share in shares.items()}, "loss": f"{self.loss:.4f}"}]]
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-        """See Evaluation.class_scores."""
         shares = [float("nan") if share is None else share / 100 for share in self.class_accuracy]
         return self.classes, {"accuracy": shares}
 
     def per_class(self) -> list[dict[str, Any]]:
-        """See Evaluation.per_class."""
         images, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
         keys = ("index", "class", "images", "right", "accuracy")
         columns = (range(len(self.classes)), self.classes, images, right, self.class_accuracy)
         return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def details(self) -> dict[str, Any]:
-        """See Evaluation.details."""
         return {"confusion": self.confusion.tolist()}
 
     def save_files(self, folder: Path) -> None:
-        """See Evaluation.save_files."""
         # Imported here: matplotlib is slow to import, and training draws nothing.
         from ..confusion import draw_confusion
 
@@ -120,7 +114,6 @@ class ImageEvaluator(Evaluator):
         )
 
     def reset(self, device: torch.device) -> None:
-        """See Evaluator.reset."""
         super().reset(device)
         self.unreadable = UnreadableCounter(self.config.max_unreadable)
 
@@ -166,7 +159,6 @@ class ClassificationEvaluator(ImageEvaluator):
         self.classes = [str(index) for index in range(num_classes)] if classes is None else list(classes)
 
     def reset(self, device: torch.device) -> None:
-        """See Evaluator.reset."""
         super().reset(device)
         top_k = min(5, self.num_classes)
         self.top5 = MulticlassAccuracy(self.num_classes, top_k=top_k, average="micro", validate_args=False).to(device)
@@ -176,7 +168,6 @@ class ClassificationEvaluator(ImageEvaluator):
         self.confusion = MulticlassConfusionMatrix(self.num_classes, validate_args=False).to(device)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """See ImageEvaluator.add."""
         labels = labels.to(self.device)
         # Ranks come from logits, because the smallest probabilities are all 0. Calibration gets probabilities, because
         # torchmetrics takes logits that are all in 0 … 1 for probabilities.
@@ -186,7 +177,6 @@ class ClassificationEvaluator(ImageEvaluator):
         self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
 
     def compute(self, accelerator: Accelerator) -> ClassificationEvaluation:
-        """See Evaluator.compute."""
         confusion = self.confusion.compute().cpu()
         self.require_images(int(confusion.sum()))
         return ClassificationEvaluation(

@@ -47,7 +47,6 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
 
     @property
     def mode(self) -> str:
-        """See Predictor.mode."""
         return self.spec.mode
 
     def readable_classes(self) -> list[str]:
@@ -63,15 +62,12 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
         return self.model(inputs.to(device)).float().cpu()
 
     def description(self, options: Any) -> str:
-        """See Predictor.description."""
         return f"{self.name}, {self.spec.size} × {self.spec.size} pixels"
 
     def settings(self, options: Any) -> dict[str, Any]:
-        """See Predictor.settings."""
         return {"img_size": self.spec.size, "classes": self.classes}
 
     def check_memory(self, batch_size: int) -> None:
-        """See Predictor.check_memory."""
         check_batch_memory(self.spec, batch_size)
 
 

@@ -105,7 +105,6 @@ class ImageTask(Task):
         self.unreadable = UnreadableCounter(config.data.max_unreadable)
 
     def build_model(self) -> nn.Module:
-        """See Task.build_model."""
         return build_model(self.config.model, self.num_classes)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
@@ -152,7 +151,6 @@ class Classification(ImageTask, config=ClassificationConfig, command="inlinevit"
         )
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:
-        """See Task.loss."""
         images, labels, problems = batch
         self.unreadable.check(problems)
         # Mixed images come with mixed, smoothed labels.
@@ -166,11 +164,9 @@ class Classification(ImageTask, config=ClassificationConfig, command="inlinevit"
         return (1 - share) * loss + share * self.teacher.to(images.device)(images, logits)
 
     def evaluator(self) -> ClassificationEvaluator:
-        """See Task.evaluator."""
         return ClassificationEvaluator(self.eval_source, self.spec, self.config.data, self.num_classes)
 
     def metadata(self) -> dict[str, Any]:
-        """See Task.metadata."""
         return {**super().metadata(), "classes": self.classes}
 
     @classmethod
@@ -180,19 +176,16 @@ class Classification(ImageTask, config=ClassificationConfig, command="inlinevit"
 
     @classmethod
     def open_eval_data(cls, config: DataConfig, run: Any, options: Any) -> EvalData:
-        """See Task.open_eval_data."""
         source = open_part(config, training=False)
         return EvalData(config, source, config.path, *source_paths(source))
 
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> ClassificationPredictor:
-        """See Task.load_predictor."""
         crop_pct = options.crop_pct if isinstance(options, ClassificationEvalOptions) else None
         return load_classifier(model or "", checkpoint=options.checkpoint, img_size=options.img_size, crop_pct=crop_pct)
 
     @classmethod
     def eval_files(cls, options: Any) -> tuple[str, ...]:
-        """See Task.eval_files."""
         return (CONFUSION_PNG,)
 
 

@@ -48,7 +48,6 @@ class DetectionDataOptions(SplitDataOptions):
     """The folder of the images to evaluate on, if it is elsewhere; null = as in the run."""
 
     def applied_to(self, run: Any, default: Any) -> Any:
-        """See DataOptions.applied_to."""
         data = super().applied_to(run, default)
         unused = [name for name in ("path", "eval_split") if name in self.overrides()]
         require(
@@ -125,7 +124,6 @@ class DetectorConfig(BackboneConfig):
     """Largest number of objects in an image."""
 
     def most(self) -> dict[str, float]:
-        """See BackboneConfig.most."""
         return {
             "num_classes": MOST_CLASSES,
             "min_size": MOST_PIXELS,

@@ -83,7 +83,6 @@ class DetectionEvaluation(Evaluation):
         return {f"{part}_{name}": value for part, some in parts.items() for name, value in (some or {}).items()}
 
     def tables(self) -> list[list[dict[str, str]]]:
-        """See Evaluation.tables."""
         parts = {"boxes": self.box, "masks": self.mask}
         known = {part: numbers for part, numbers in parts.items() if numbers is not None}
         return [
@@ -99,7 +98,6 @@ class DetectionEvaluation(Evaluation):
         return names, {heading: values for heading, values in known.items() if len(values) == len(names)}
 
     def per_class(self) -> list[Record]:
-        """See Evaluation.per_class."""
         rows = []
         for one in self.categories:
             precisions = {"box_AP": one.box, "mask_AP": one.mask}
@@ -153,12 +151,10 @@ class DetectionEvaluator(Evaluator):
         return index, pil_to_tensor(self.source.read_image(index))
 
     def reset(self, device: torch.device) -> None:
-        """See Evaluator.reset."""
         super().reset(device)
         self.found: list[tuple[int, list[Record]]] = []
 
     def update(self, model: nn.Module, batch: tuple[int, Tensor]) -> None:
-        """See Evaluator.update."""
         index, image = batch
         answer = detect(model, image.to(self.device, non_blocking=True))
         height, width = image.shape[-2:]

@@ -55,7 +55,6 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         return sorted(objects, key=lambda one: one["score"], reverse=True)
 
     def render(self, image: Image.Image, result: list[Record]) -> Rendering:
-        """See DrawingPredictor.render."""
         names = {category.id: category.name for category in self.categories}
         keys = ("category_id", "score", "bbox", "segmentation")
         objects = [{"category": names[one["category_id"]], **{key: one[key] for key in keys}} for one in result]
@@ -65,11 +64,9 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         return Rendering({"drawing": draw_objects(image, result, self.categories)}, {"objects": objects}, summary)
 
     def description(self, options: Any) -> str:
-        """See Predictor.description."""
         return f"{self.name}, {self.config.min_size} pixels"
 
     def settings(self, options: DetectionEvalOptions) -> dict[str, Any]:
-        """See Predictor.settings."""
         return {"results": options.results}
 
     def evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
@@ -86,11 +83,9 @@ class StoredResults(DetectionPredictor):
         self.files = files
 
     def description(self, options: Any) -> str:
-        """See Predictor.description."""
         return self.name
 
     def evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
-        """See Predictor.evaluator."""
         results = read_results(self.files, data.source.ground_truth())
         return DetectionEvaluator(data.source, workers=0, results=results)
 

@@ -53,31 +53,25 @@ class Detection(Task, config=DetectionConfig, command="inlinevit detect", metric
         )
 
     def build_model(self) -> nn.Module:
-        """See Task.build_model."""
         return build_detector(self.config.model, self.num_classes)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        """See Task.train_loader."""
         config = self.config
         return make_train_loader(self.train_source, config.augment, config.data, config.run.seed, plan)
 
     def loss(self, model: nn.Module, batch: tuple[list[Tensor], list[dict[str, Tensor]]]) -> Tensor:
-        """See Task.loss."""
         images, targets = batch
         losses: dict[str, Tensor] = model([image.float() / 255 for image in images], targets)
         return sum(losses.values(), start=images[0].new_zeros((), dtype=losses["loss_objectness"].dtype))
 
     def evaluator(self) -> DetectionEvaluator:
-        """See Task.evaluator."""
         return DetectionEvaluator(self.eval_source, self.config.data.workers)
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        """See Task.evaluate."""
         numbers = super().evaluate(model, accelerator)
         return {name: numbers[name] for name in LOGGED}
 
     def metadata(self) -> dict[str, Any]:
-        """See Task.metadata."""
         return {**super().metadata(), "categories": [asdict(category) for category in self.categories]}
 
     @classmethod
@@ -90,20 +84,17 @@ class Detection(Task, config=DetectionConfig, command="inlinevit detect", metric
 
     @classmethod
     def open_eval_data(cls, config: DetectionDataConfig, run: Any, options: DetectionEvalOptions) -> EvalData:
-        """See Task.open_eval_data."""
         source = open_coco(config, training=False)
         return EvalData(config, source, str(source.file), [source.file, *(options.results or [])])
 
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> DetectionPredictor:
-        """See Task.load_predictor."""
         if isinstance(options, DetectionEvalOptions) and options.results:
             return StoredResults(options.results)
         return load_detector(model or "", checkpoint=options.checkpoint)
 
     @classmethod
     def eval_files(cls, options: DetectionEvalOptions) -> tuple[str, ...]:
-        """See Task.eval_files."""
         return () if options.results else tuple(RESULTS_JSON.format(iou_type) for iou_type in PARTS.values())
 
 

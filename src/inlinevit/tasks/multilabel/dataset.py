@@ -48,11 +48,9 @@ class CsvSource:
         return len(self.files)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         return open_image(self.files[index]), index
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         return self.files[index]
 
 

@@ -66,11 +66,9 @@ class MultilabelEvaluation(Evaluation):
         return {"map": float(self.average_precision.nanmean()), "f1": float(self.f1().nanmean())}
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-        """See Evaluation.class_scores."""
         return self.names, {"AP": self.average_precision.tolist(), "F1": self.f1().tolist()}
 
     def per_class(self) -> list[dict[str, Any]]:
-        """See Evaluation.per_class."""
         shares = self.average_precision.tolist(), self.f1().tolist()
         return [
             {"label": name, "images": counts[3], "predicted": counts[0] + counts[1], **finite({"ap": ap, "f1": f1})}
@@ -93,7 +91,6 @@ class MultilabelEvaluator(ImageEvaluator):
         self.names, self.targets, self.threshold = source.names, source.targets, threshold
 
     def reset(self, device: torch.device) -> None:
-        """See Evaluator.reset."""
         super().reset(device)
         labels = len(self.names)
         self.precision = MultilabelAveragePrecision(labels, average=None, validate_args=False).to(device)
@@ -106,7 +103,6 @@ class MultilabelEvaluator(ImageEvaluator):
         self.scores.update(probabilities, targets)
 
     def compute(self, accelerator: Accelerator) -> MultilabelEvaluation:
-        """See Evaluator.compute."""
         hits, false, negatives, missed, true = self.scores.compute().cpu().unbind(dim=1)
         images = int((hits + false + negatives + missed)[0])
         self.require_images(images)

@@ -38,7 +38,6 @@ class MultilabelPredictor(ImagePredictor):
         return results
 
     def evaluator(self, data: EvalData, options: MultilabelEvalOptions) -> MultilabelEvaluator:
-        """See Predictor.evaluator."""
         return MultilabelEvaluator(data.source, self.spec, data.config, options.threshold)
 
 
@@ -60,30 +59,25 @@ class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilab
         check_run_output(config.run.output, [self.train_source.file, self.eval_source.file, *weights])
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:
-        """See Task.loss."""
         images, rows, problems = batch
         self.unreadable.check(problems)
         targets = self.train_source.targets[rows.cpu()].to(images.device)
         return multilabel_loss(model(images).float(), targets, self.config.loss)
 
     def evaluator(self) -> MultilabelEvaluator:
-        """See Task.evaluator."""
         return MultilabelEvaluator(self.eval_source, self.spec, self.config.data, threshold=0.5)
 
     def metadata(self) -> dict[str, Any]:
-        """See Task.metadata."""
         return {**super().metadata(), "classes": self.names}
 
     @classmethod
     def open_eval_data(cls, config: MultilabelDataConfig, run: Run[Any] | None, options: Any) -> EvalData:
-        """See Task.open_eval_data."""
         assert run is not None
         source = open_csv(config, training=False, names=run.metadata(CLASSES_JSON, parse_classes))
         return EvalData(config, source, config.path, [source.file, *source.files])
 
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> MultilabelPredictor:
-        """See Task.load_predictor."""
         run = open_run(MultilabelConfig, model or "")
         names = run.metadata(CLASSES_JSON, parse_classes) or []
         config, file = run.config.model, str(run.weights(options.checkpoint))

@@ -90,7 +90,6 @@ class SegmenterConfig(BackboneConfig):
     """Share of the auxiliary head's loss, for upernet."""
 
     def most(self) -> dict[str, float]:
-        """See BackboneConfig.most."""
         # Label maps have a byte for each pixel.
         return {"num_classes": 255, "channels": 4096, "aux_weight": 1000}
 

@@ -62,11 +62,9 @@ class SegmentationEvaluation(Evaluation):
         }
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-        """See Evaluation.class_scores."""
         return self.classes, {"IoU": self.class_iou().tolist(), "accuracy": self.class_accuracy().tolist()}
 
     def per_class(self) -> list[dict[str, Any]]:
-        """See Evaluation.per_class."""
         pixels = self.confusion.sum(dim=1).tolist(), self.confusion.sum(dim=0).tolist()
         shares = self.class_iou().tolist(), self.class_accuracy().tolist()
         return [
@@ -75,11 +73,9 @@ class SegmentationEvaluation(Evaluation):
         ]
 
     def details(self) -> dict[str, Any]:
-        """See Evaluation.details."""
         return {"confusion": self.confusion.tolist()}
 
     def save_files(self, folder: Path) -> None:
-        """See Evaluation.save_files."""
         # Imported here: matplotlib is slow to import, and training draws nothing.
         from ..confusion import draw_confusion
 
@@ -129,17 +125,14 @@ class SegmentationEvaluator(Evaluator):
         return pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
 
     def reset(self, device: torch.device) -> None:
-        """See Evaluator.reset."""
         super().reset(device)
         self.confusion = torch.zeros(len(self.classes), len(self.classes), dtype=torch.int64, device=device)
 
     def update(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        """See Evaluator.update."""
         image, truth = batch
         predicted = predict_labels(model, image, self.inference, self.mean_std, self.device)
         self.confusion += count_pixels(truth.to(self.device), predicted, len(self.classes))
 
     def compute(self, accelerator: Accelerator) -> SegmentationEvaluation:
-        """See Evaluator.compute."""
         confusion = accelerator.reduce(self.confusion, "sum").cpu()
         return SegmentationEvaluation(confusion, len(self.source), self.classes)

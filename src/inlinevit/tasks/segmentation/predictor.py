@@ -57,7 +57,6 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
     def predict_images(
         self, images: list[Image.Image], options: SegmentationPredictOptions, device: torch.device
     ) -> list[Indices | None]:
-        """See Predictor.predict_images."""
         inference = options.inference.applied_to(self.config.inference)
         return [self.predict_indices(image, inference, device) for image in images]
 
@@ -73,7 +72,6 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
         return torch.cat(rows).numpy()
 
     def render(self, image: Image.Image, result: Indices) -> Rendering:
-        """See DrawingPredictor.render."""
         shares = class_shares(result, self.labels.classes)
         drawings = {
             "labels": make_label_map(result, self.labels),
@@ -84,15 +82,12 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
         return Rendering(drawings, record, shorten_list(shown, CLASSES_SHOWN))
 
     def description(self, options: SegmentationEvalOptions) -> str:
-        """See Predictor.description."""
         return f"{self.name}, {describe(options.inference.applied_to(self.config.inference))}"
 
     def settings(self, options: SegmentationEvalOptions) -> dict[str, Any]:
-        """See Predictor.settings."""
         return {"inference": vars(options.inference.applied_to(self.config.inference))}
 
     def evaluator(self, data: EvalData, options: SegmentationEvalOptions) -> SegmentationEvaluator:
-        """See Predictor.evaluator."""
         inference = options.inference.applied_to(self.config.inference)
         return SegmentationEvaluator(data.source, data.config.workers, inference, self.mean_std)
 

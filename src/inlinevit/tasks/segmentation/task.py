@@ -42,15 +42,12 @@ class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment",
         check_run_output(config.run.output, inputs)
 
     def build_model(self) -> nn.Module:
-        """See Task.build_model."""
         return build_segmenter(self.config.model, len(self.labels.classes))
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        """See Task.train_loader."""
         return make_train_loader(self.train_source, self.config.augment, self.config.run.seed, plan)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """See Task.loss."""
         images, labels = batch
         output = model(normalize(images, *self.mean_std))
         if isinstance(output, Tensor):
@@ -59,19 +56,16 @@ class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment",
         return pixel_loss(logits, labels) + self.config.model.aux_weight * pixel_loss(auxiliary, labels)
 
     def evaluator(self) -> SegmentationEvaluator:
-        """See Task.evaluator."""
         config = self.config
         return SegmentationEvaluator(self.eval_source, config.data.workers, config.inference, self.mean_std)
 
     def metadata(self) -> dict[str, Any]:
-        """See Task.metadata."""
         return {**super().metadata(), "labels": self.labels.to_plain()}
 
     @classmethod
     def open_eval_data(
         cls, config: SegmentationDataConfig, run: Run[Any] | None, options: SegmentationEvalOptions
     ) -> EvalData:
-        """See Task.open_eval_data."""
         assert run is not None
         labels = evaluation_labels(run, config, is_given=options.data.labels is not None)
         source = open_ade(config, labels, training=False)
@@ -81,12 +75,10 @@ class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment",
 
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> SegmentationPredictor:
-        """See Task.load_predictor."""
         return load_segmenter(model or "", checkpoint=options.checkpoint)
 
     @classmethod
     def eval_files(cls, options: Any) -> tuple[str, ...]:
-        """See Task.eval_files."""
         return (CONFUSION_PNG,)
 
 
