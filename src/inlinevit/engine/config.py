@@ -215,7 +215,7 @@ class DataOptions:
     """Data to evaluate on, where they differ from those of the training run."""
 
     # Fields that name other data: the rest of the run's data config does not apply to these.
-    location_fields: ClassVar[tuple[str, ...]] = ()
+    source_fields: ClassVar[tuple[str, ...]] = ()
 
     path: str | None = None
     """The data; null = as in the run."""
@@ -236,7 +236,7 @@ class DataOptions:
             default: Applies instead without a run, or if the options name other data.
         """
         overrides = self.overrides()
-        is_elsewhere = run is None or bool(overrides.keys() & set(self.location_fields))
+        is_elsewhere = run is None or bool(overrides.keys() & set(self.source_fields))
         return replace(default if is_elsewhere else run, **overrides)
 
 

@@ -88,7 +88,7 @@ class ImageDataOptions(DataOptions):
     Options that are not given are as in the run or, without a run or with other images, the defaults of training.
     """
 
-    location_fields: ClassVar[tuple[str, ...]] = ("path", "eval_path")
+    source_fields: ClassVar[tuple[str, ...]] = ("path", "eval_path")
 
     path: str | None = None
     """The images, as for training; null = those of the run."""

@@ -40,7 +40,7 @@ class DetectionDataConfig(SplitDataConfig):
 class DetectionDataOptions(SplitDataOptions):
     """Images to evaluate on, where they differ from those of the training run."""
 
-    location_fields: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
+    source_fields: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
 
     eval_annotations: str | None = None
     """The annotations to evaluate on, if they are elsewhere; null = as in the run."""
