@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -342,27 +341,6 @@ def run_folder(tmp_path: Path) -> str:
     config = f"model: {{name: test_vit, img_size: 32}}\ndata: {{path: {tmp_path / 'data'}, workers: 0}}\n"
     (folder / "config.yaml").write_text(config)
     return str(folder)
-
-
-def test_command_under_torchrun(run_folder: str, tmp_path: Path) -> None:
-    """Whether or not there is a GPU, the processes share the images, and one of them tells the outcome."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "inlinevit", "eval", run_folder, "--output", str(tmp_path / "out")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("top-1 %") == 1
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["images"] == 6
-
-
-def test_names_do_not_steer_the_terminal(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["\x1b[31mant", "\x1b[31mbee"]
-    (Path(run_folder) / "classes.json").write_text(json.dumps(names))
-    images = image_folder(tmp_path / "images", names)
-    evaluate_command(run_folder, ClassificationDataOptions(path=str(images), workers=0))
-    printed = capsys.readouterr().out
-    assert "?[31m" in printed
-    assert "\x1b[31m" not in printed
 
 
 def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

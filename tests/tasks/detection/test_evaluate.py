@@ -4,9 +4,6 @@ import contextlib
 import csv
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -222,42 +219,3 @@ def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> 
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
             evaluate_command(run, DetectionDataOptions(), precision="fp16")
-
-
-SCRIPT = """
-import sys
-from accelerate import Accelerator
-import inlinevit.tasks.detection.task as module
-from inlinevit.engine.evaluator import evaluate_command
-from inlinevit.engine.setup import shard_model
-from inlinevit.tasks.detection.config import DetectionEvalOptions
-
-opened = module.load_detector
-
-def open_sharded(*arguments, **options):
-    ready = opened(*arguments, **options)
-    shard_model(ready.model, Accelerator(cpu=True))
-    return ready
-
-if sys.argv[3] == "sharded":
-    module.load_detector = open_sharded
-evaluate_command(module.Detection, sys.argv[1], DetectionEvalOptions(output=sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
-def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
-    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
-    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "one"))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("5 images") == 1
-    for name in ("results_bbox.json", "results_segm.json", "evaluation.json", "per_class.csv"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert len(json.loads((tmp_path / "two" / "results_segm.json").read_text())) == 5 * 20

@@ -2,9 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -198,43 +195,3 @@ def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str], cou
     printed = capsys.readouterr().out
     assert "?[31mred" in printed
     assert "\x1b[31m" not in printed
-
-
-SCRIPT = """
-import sys
-from accelerate import Accelerator
-import inlinevit.tasks.segmentation.task as module
-from inlinevit.engine.evaluator import evaluate_command
-from inlinevit.engine.setup import shard_model
-from inlinevit.tasks.segmentation.config import InferenceOptions, SegmentationEvalOptions
-
-opened = module.load_segmenter
-
-def open_sharded(*arguments, **options):
-    ready = opened(*arguments, **options)
-    shard_model(ready.model, Accelerator(cpu=True))
-    return ready
-
-if sys.argv[3] == "sharded":
-    module.load_segmenter = open_sharded
-inference = InferenceOptions(window_size=40, flip=True)
-evaluate_command(module.Segmentation, sys.argv[1], SegmentationEvalOptions(inference=inference, output=sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
-def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
-    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
-    inference = InferenceOptions(window_size=40, flip=True)
-    evaluate_command(run, SegmentationDataOptions(), inference, output=str(tmp_path / "one"))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("5 images") == 1
-    for name in ("evaluation.json", "per_class.csv", "confusion.png"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
