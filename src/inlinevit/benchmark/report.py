@@ -19,8 +19,9 @@ from ..report.plots import svg_bytes
 from ..utils.atomic import atomic_write_bytes
 from .machine import GEMM_SIDE
 from .measure import Measurement, Results, best_modes, from_json
+from .options import BENCHES, FAMILIES
 from .plots import Line, LinesPanel, attention_line, bars_figure, lines_figure, modes_figure, style_of
-from .studies import BENCHES, FAMILIES, published_top1
+from .studies import published_top1
 
 ALL_MEASUREMENTS = (
     "All measurements; MB at the peak, beyond weights and input; × time: as a multiple of the first's best mode"
