@@ -1,8 +1,12 @@
-"""One version, exact constraints, no addresses of registries, and documents that name real make targets."""
+"""One version, exact constraints, no registry addresses, documents that name real make targets, a complete wheel."""
 
+import os
 import re
 import subprocess
+import sys
 import tomllib
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +78,70 @@ def test_documents_name_real_make_targets(document: str) -> None:
     # Code only: a line of a block, or `make ...` in the text.
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / document).read_text(), re.MULTILINE))
     assert named - targets == set()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the content of the wheel, as pip would install it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    ended = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_holds_all_package_data(installed: Path) -> None:
+    def data(home: Path) -> set[str]:
+        paths = (path for path in (home / "inlinevit").rglob("*") if path.is_file())
+        return {str(path.relative_to(home)) for path in paths if path.suffix != ".pyc"}
+
+    assert data(installed) == data(ROOT / "src")
+    package = installed / "inlinevit"
+    for name in (
+        "recipes/classification/embedded.yaml",
+        "recipes/detection/_coco_swin_1x.yaml",
+        "recipes/segmentation/labels/camvid.yaml",
+        "report/page.html.jinja",
+        "tasks/classification/embedded/fashion_mnist_train.xz",
+        "models/catalog.json",
+        "tasks/detection/catalog.json",
+        "tasks/segmentation/catalog.json",
+        "py.typed",
+    ):
+        assert (package / name).is_file()
+
+
+def test_commands_run_from_an_empty_folder_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
+    """As after `pip install`: nothing of the repository is on the path."""
+    script = (
+        "import sys, shlex, inlinevit\n"
+        "from inlinevit.cli import main\n"
+        "print(inlinevit.__file__)\n"
+        "for line in sys.argv[1:]: main(shlex.split(line))\n"
+    )
+    lines = (
+        "recipes",
+        "recipes camvid",
+        "models",
+        "models --task detection --json",
+        "train --config embedded --schedule.steps 2 --schedule.warmup 0 --run.eval_every 2 "
+        "--data.max_train_samples 100 --model.kwargs.depth 1",
+        "eval runs/embedded",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *lines],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(str(installed / "inlinevit"))
+    assert str(installed / "inlinevit" / "recipes" / "segmentation" / "labels" / "camvid.yaml") in ended.stdout
+    assert "done: top1" in ended.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -4,6 +4,7 @@ Importing this package registers its models with timm: `timm.create_model("inlin
 timm is imported, before or after this package, so that importing this package alone costs nothing.
 """
 
+import sys
 from types import ModuleType
 
 import lazy_loader
@@ -24,7 +25,14 @@ __getattr__, __dir__, _ = lazy_loader.attach(
 )
 
 
+_loaded: set[str] = set()
+
+
 @wrapt.when_imported("timm.models")
-def register_models(timm_models: ModuleType) -> None:
-    """Register the models with timm."""
-    from . import models  # noqa: F401
+@wrapt.when_imported(f"{__name__}.layers")
+def register_models(module: ModuleType) -> None:
+    """Register the models with timm when it is imported, or after `layers`, which they need, if that imports it."""
+    _loaded.add(module.__name__)
+    layers = f"{__name__}.layers"
+    if layers not in sys.modules or layers in _loaded:
+        from . import models  # noqa: F401

@@ -1,0 +1,69 @@
+"""`import inlinevit` costs little, and registers the models with timm whichever is imported first."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str) -> str:
+    """Run code in a process of its own; return what it prints."""
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+CREATE = "assert type(timm.create_model('inline_deit_tiny', device='meta')).__name__ == 'InLineDeiT'"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import inlinevit, timm",
+        "import timm, inlinevit",
+        "import timm.models, inlinevit",
+        "import inlinevit.models, timm",
+        "from inlinevit import InLineAttention; import timm",
+    ],
+)
+def test_models_are_registered_in_any_order(imports: str) -> None:
+    run(f"{imports}\n{CREATE}")
+
+
+def test_importing_the_package_imports_no_slow_packages() -> None:
+    code = "import sys, inlinevit; print({'torch', 'timm', 'numpy', 'jsonargparse', 'yaml'} & set(sys.modules))"
+    assert run(code) == "set()\n"
+
+
+def test_importing_costs_little_beyond_torch_and_timm() -> None:
+    code = (
+        "import time, torch, torchvision, timm, timm.models\n"
+        "started = time.process_time()\n"
+        "import inlinevit\n"
+        "inlinevit.models, inlinevit.layers, inlinevit.ops, inlinevit.optimize_for_inference\n"
+        "print(time.process_time() - started)"
+    )
+    # Other processes on the same cores make this slower: the best of several counts.
+    assert any(float(run(code)) < 0.3 for _ in range(3))
+
+
+def test_public_names_can_be_imported() -> None:
+    run(
+        "import inlinevit\n"
+        "from inlinevit import InLineAttention, layers, load_checkpoint, models, ops, optimize_for_inference\n"
+        "from inlinevit import *\n"
+        "assert set(inlinevit.__all__) <= set(dir(inlinevit))\n"
+        "assert InLineAttention is layers.InLineAttention and load_checkpoint is models.load_checkpoint"
+    )
+
+
+def test_a_pickled_model_is_read_by_a_process_that_has_imported_nothing() -> None:
+    run(
+        "import io, pickle, subprocess, sys, timm, torch, inlinevit\n"
+        "model = timm.create_model('inline_deit_tiny', img_size=32, embed_dim=16, depth=1, num_heads=2).eval()\n"
+        "image = torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)\n"
+        "code = 'import pickle, sys; model, image = pickle.load(sys.stdin.buffer); print(model(image).sum().item())'\n"
+        "ended = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], input=pickle.dumps((model, image)), "
+        "capture_output=True, check=True)\n"
+        "assert float(ended.stdout) == model(image).sum().item()"
+    )
