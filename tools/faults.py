@@ -28,7 +28,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from inlinevit.cli import main, parse_config
+from inlinevit.cli import main
+from inlinevit.cli.train import parse_config
 from inlinevit.engine.checkpoints import MANIFEST, UNFINISHED, damage
 from inlinevit.engine.trainer import Trainer
 from inlinevit.tasks.classification.task import Classification

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from inlinevit.benchmark.measure import Measurement, Results
+from inlinevit.benchmark.options import BENCHES
 from inlinevit.benchmark.report import (
     accuracy_table,
     blocks,
@@ -23,7 +24,7 @@ from inlinevit.benchmark.report import (
     write_report,
     write_svg,
 )
-from inlinevit.benchmark.studies import BENCHES
+from inlinevit.benchmark.studies import ROUNDS
 from inlinevit.benchmark.timing import Quartiles
 from inlinevit.report import Table
 
@@ -35,7 +36,7 @@ def made_up(what):
     """Results in which the time of a call is as many ms as there are kilotokens, and more for later candidates."""
     bench = BENCHES[what]
     measurements = []
-    for turn in bench.make_turns(**{name: value for name, value in bench.options.items() if name != "modes"}):
+    for turn in ROUNDS[what](**{name: value for name, value in bench.options.items() if name != "modes"}):
         for place, candidate in enumerate(turn.candidates):
             for mode, factor in (("eager", 2), ("compiled", 1)):
                 median = factor * (place + 1) * candidate.size**2 / 1e6

@@ -7,7 +7,8 @@ import pytest
 
 from inlinevit.benchmark import machine, studies
 from inlinevit.benchmark.measure import MODES
-from inlinevit.benchmark.studies import BENCHES, FAMILIES, OPTIONS_HELP, published_top1, run_bench
+from inlinevit.benchmark.options import ALL_MODES, BENCHES, FAMILIES, OPTIONS_HELP
+from inlinevit.benchmark.studies import ROUNDS, published_top1, run_bench
 from inlinevit.models.catalog import CATALOG
 
 TINY = "inline_deit_tiny:embed_dim=16,depth=1,num_heads=2,num_classes=5"
@@ -24,8 +25,8 @@ def test_defaults_make_turns(what):
     bench = BENCHES[what]
     for options in (bench.options, {**bench.options, **bench.quick}):
         own = {name: value for name, value in options.items() if name != "modes"}
-        assert set(own) == set(inspect.signature(bench.make_turns).parameters)
-        turns = bench.make_turns(**own)
+        assert set(own) == set(inspect.signature(ROUNDS[what]).parameters)
+        turns = ROUNDS[what](**own)
         assert len({turn.title for turn in turns}) == len(turns)
         assert all(turn.candidates for turn in turns)
         assert set(options["modes"]) <= set(MODES)
@@ -84,3 +85,9 @@ def test_options_override_what_is_quick_and_that_the_defaults():
 def test_wrong_options_are_refused(what, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         run_bench(what, **options)
+
+
+def test_options_name_all_benches_and_modes():
+    """The table of options loads without torch, so it is written apart from the functions."""
+    assert list(ROUNDS) == list(BENCHES)
+    assert list(MODES) == ALL_MODES

@@ -26,7 +26,10 @@ from PIL import Image
 from pycocotools import mask as coco_masks
 from torch import Tensor
 
-from inlinevit import cli
+from inlinevit import recipes
+from inlinevit.cli.dispatch import option_names
+from inlinevit.cli.errors import report_error
+from inlinevit.cli.train import make_parser
 from inlinevit.engine import checkpoints
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress
 from inlinevit.models import InLineDeiT, load_checkpoint
@@ -41,7 +44,6 @@ from .mutate import change_bytes, change_tree, write_nested
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float64)
 OTHER_TYPES = (torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Target(Protocol):
@@ -445,8 +447,8 @@ class Recipe(Yaml):
 
     def __init__(self, folder: Path) -> None:
         names = ("inline_swin_tiny", "inline_deit_tiny", "embedded", "cifar10")
-        super().__init__([(ROOT / "recipes" / f"{name}.yaml").read_bytes() for name in names])
-        self.parser = cli.train_parser()
+        super().__init__([(recipes.HOME / "classification" / f"{name}.yaml").read_bytes() for name in names])
+        self.parser = make_parser()
 
     def run(self, path: Path) -> None:
         """Parse it as `inlinevit train --config FILE` does."""
@@ -456,7 +458,7 @@ class Recipe(Yaml):
         except Exception as error:
             said = io.StringIO()
             with contextlib.redirect_stderr(said):
-                cli.complain(error, cli.options_of(self.parser, arguments))
+                report_error(error, option_names(self.parser))
             lines = said.getvalue().splitlines()
             # Values that the user has written are repeated.
             raise ValueError("\n".join(line[:1000] for line in lines)) from None

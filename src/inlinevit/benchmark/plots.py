@@ -6,8 +6,9 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from ..report import STYLES, WIDTH, Line, Panel, Style, add_legend, lines_figure, log_axis, plot_style
+from .options import FAMILIES
 from .results import Measurement, Results
-from .studies import FAMILIES, published_top1
+from .studies import published_top1
 from .tables import tokens_of
 
 # For the projections alone and for forced paths of InLine attention.

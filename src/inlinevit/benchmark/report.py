@@ -6,9 +6,9 @@ from rich.console import Console
 
 from ..report import Block, Picture, Report, Section, Table, Text, markdown_table, rich_table, save_figure, wide_console
 from .machine import GEMM_SIDE
+from .options import BENCHES
 from .plots import make_figure
 from .results import Results
-from .studies import BENCHES
 from .tables import ALL_MEASUREMENTS, full_table, summary_tables
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from inlinevit.cli import parse_config
+from inlinevit.cli.train import parse_config
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.experiments.reproduce import describe_studies
 from inlinevit.experiments.reproduce.studies import STUDIES, Cell, Study, cell_config, cells_of, plan

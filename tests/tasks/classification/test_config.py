@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inlinevit.cli import parse_config
+from inlinevit.cli.train import parse_config
 from inlinevit.engine.config import (
     FREE_ON_RESUME,
     OptimizerConfig,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from inlinevit.cli import parse_config
+from inlinevit.cli.train import parse_config
 from inlinevit.engine.config import flattened
 from inlinevit.experiments.demo import ATTENTIONS, demo_config
 from inlinevit.models.catalog import CATALOG

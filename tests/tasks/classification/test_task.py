@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from inlinevit import cli
+from inlinevit.cli.train import parse_config
 from inlinevit.engine.trainer import Trainer
 from inlinevit.tasks.classification.config import (
     AugmentConfig,
@@ -22,7 +23,6 @@ from inlinevit.tasks.classification.config import (
     ModelConfig,
 )
 from inlinevit.tasks.classification.task import Classification, Teacher, make_mixup
-from tests import ROOT
 
 STUDENT = ModelConfig("inline_deit_tiny", img_size=32, in_chans=3)
 SMALL = [
@@ -221,10 +221,10 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, capsys) -> None:
 
 def test_a_task_learns(tmp_path: Path) -> None:
     """Some steps on the embedded images lower the loss."""
-    config = cli.parse_config(
+    config = parse_config(
         [
             "--config",
-            str(ROOT / "recipes" / "embedded.yaml"),
+            "embedded",
             "--run.output",
             str(tmp_path / "run"),
             "--schedule.steps",

@@ -6,7 +6,7 @@ import pytest
 import timm
 import yaml
 
-from inlinevit.cli import parse_detection_config
+from inlinevit.cli.detect import parse_config
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.tasks.detection.config import DetectionConfig
 from tests import ROOT
@@ -62,7 +62,7 @@ TABLE = {
 
 def parse(name: str, *overrides: str) -> DetectionConfig:
     """A recipe, as `inlinevit detect train` reads it."""
-    return parse_detection_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+    return parse_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
 
 
 def stated(name: str) -> dict[str, Any]:

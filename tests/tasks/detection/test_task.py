@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 import yaml
 
-from inlinevit.cli import main, parse_detection_config
+from inlinevit.cli import main
+from inlinevit.cli.detect import parse_config
 from inlinevit.tasks.detection.task import TOLD, Detection
 
 from .conftest import DrawCoco
@@ -103,11 +104,11 @@ def test_other_categories_for_evaluation_are_refused(coco_folder: DrawCoco) -> N
     content["categories"][0]["name"] = "pyramid"
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="different categories"):
-        Detection(parse_detection_config(["--data.path", str(coco)]))
+        Detection(parse_config(["--data.path", str(coco)]))
 
 
 def test_fewer_classes_than_categories_are_refused(coco_folder: DrawCoco) -> None:
-    config = parse_detection_config(["--data.path", str(coco_folder()), "--model.num_classes", "2"])
+    config = parse_config(["--data.path", str(coco_folder()), "--model.num_classes", "2"])
     with pytest.raises(ValueError, match=r"model\.num_classes is 2, but .*instances_train2017\.json has 3"):
         Detection(config)
 

@@ -18,9 +18,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from inlinevit.tasks.segmentation.ade import open_ade
-from inlinevit.tasks.segmentation.config import InferenceConfig, SegmentationDataConfig, SegmentationDataOptions
+from inlinevit.tasks.segmentation.config import (
+    InferenceConfig,
+    InferenceOptions,
+    SegmentationDataConfig,
+    SegmentationDataOptions,
+)
 from inlinevit.tasks.segmentation.evaluate import evaluate, evaluate_command, evaluation_labels, print_tables
-from inlinevit.tasks.segmentation.inference import InferenceOptions
 from inlinevit.tasks.segmentation.labels import LabelMap, ade_labels
 from inlinevit.tasks.segmentation.metrics import SegmentationEvaluation
 from inlinevit.tasks.segmentation.predictor import load_segmenter
@@ -175,9 +179,8 @@ SCRIPT = """
 import sys
 from accelerate import Accelerator
 import inlinevit.tasks.segmentation.evaluate as module
-from inlinevit.tasks.segmentation.config import SegmentationDataOptions
+from inlinevit.tasks.segmentation.config import InferenceOptions, SegmentationDataOptions
 from inlinevit.tasks.segmentation.evaluate import evaluate_command
-from inlinevit.tasks.segmentation.inference import InferenceOptions
 from inlinevit.engine.setup import shard_model
 
 opened = module.load_segmenter

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import resize
 
 from inlinevit.tasks.segmentation import inference as inference_module
-from inlinevit.tasks.segmentation.config import InferenceConfig
+from inlinevit.tasks.segmentation.config import InferenceConfig, InferenceOptions
 from inlinevit.tasks.segmentation.inference import (
-    InferenceOptions,
     described,
     label,
     look,

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from inlinevit.data.images import ImageFiles
 from inlinevit.tasks.segmentation import predict as predict_module
-from inlinevit.tasks.segmentation.config import InferenceConfig, SegmentationAugmentConfig, SegmentationConfig
-from inlinevit.tasks.segmentation.inference import InferenceOptions
+from inlinevit.tasks.segmentation.config import (
+    InferenceConfig,
+    InferenceOptions,
+    SegmentationAugmentConfig,
+    SegmentationConfig,
+)
 from inlinevit.tasks.segmentation.labels import LabelMap
 from inlinevit.tasks.segmentation.predict import in_windows_if_large, predict, predict_command, save_label_map
 from inlinevit.tasks.segmentation.predictor import SegmentationPredictor

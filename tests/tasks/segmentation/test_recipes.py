@@ -6,7 +6,8 @@ import pytest
 import yaml
 from torch import nn
 
-from inlinevit.cli import parse_config, parse_segmentation_config
+from inlinevit.cli.segment import parse_config
+from inlinevit.cli.train import parse_config as parse_classification_config
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.engine.setup import make_optimizer, make_scheduler
 from inlinevit.tasks.segmentation.config import SegmentationConfig
@@ -55,7 +56,7 @@ TABLE = {
 
 def parse(name: str, *overrides: str) -> SegmentationConfig:
     """A recipe, as `inlinevit segment train` reads it."""
-    return parse_segmentation_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+    return parse_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
 
 
 def stated(name: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def test_recipe_is_the_tables(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("semantic_fpn")])
 def test_drop_path_is_that_of_the_classifier(name: str) -> None:
     _, backbone, drop_path_rate = TABLE[name]
-    classifier = parse_config(["--config", str(RECIPES.parent / f"{backbone}.yaml")])
+    classifier = parse_classification_config(["--config", str(RECIPES.parent / f"{backbone}.yaml")])
     assert classifier.model.drop_path_rate == drop_path_rate
 
 

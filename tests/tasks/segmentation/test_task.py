@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from inlinevit.cli import main, parse_segmentation_config
+from inlinevit.cli import main
+from inlinevit.cli.segment import parse_config
 from inlinevit.tasks.segmentation.labels import IGNORED
 from inlinevit.tasks.segmentation.task import Segmentation, pixel_loss
 
@@ -96,7 +97,7 @@ def test_an_upernet_with_all_options_learns(ade_folder: DrawAde, tmp_path: Path)
 
 def test_the_auxiliary_loss_has_its_weight(ade_folder: DrawAde) -> None:
     words = ["--data.path", str(ade_folder()), "--model.num_classes", "4", "--model.arch", "upernet"]
-    task = Segmentation(parse_segmentation_config(words))
+    task = Segmentation(parse_config(words))
 
     def model(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)

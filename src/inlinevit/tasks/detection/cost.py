@@ -1,12 +1,14 @@
-"""What detectors cost: parameters and multiply-adds of the whole of them, on all backbones of ours and their rivals."""
+"""Cost of whole detectors: parameters and multiply-adds on all our backbones and their softmax counterparts."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torchvision.models.detection.roi_heads import RoIHeads
 
 from ...models.catalog import count_macs, count_parameters
+from ...utils.files import read_json
 from .cascade import CascadeRoIHeads
 from .config import DetectorConfig
 from .model import BOX_REGION, MASK_REGION, PyramidRCNN, build_detector
@@ -36,29 +38,10 @@ class DetectorFacts:
     cascade_gmacs: float
 
 
-# Measured by measure_facts(); a test measures them again. Each InLine backbone stands above its softmax counterpart.
-DETECTOR_CATALOG = {
-    "inline_pvt_tiny": DetectorFacts(31_690_997, 210.2, 65_599_681, 344.9),
-    "pvt_tiny": DetectorFacts(32_887_029, 239.6, 66_795_713, 374.2),
-    "inline_pvt_small": DetectorFacts(41_214_901, 249.7, 75_123_585, 384.3),
-    "pvt_small": DetectorFacts(44_143_605, 304.3, 78_052_289, 438.9),
-    "inline_pvt_medium": DetectorFacts(57_277_621, 309.6, 91_186_305, 444.3),
-    "pvt_medium": DetectorFacts(63_865_845, 391.5, 97_774_529, 526.1),
-    "inline_pvt_large": DetectorFacts(70_813_045, 376.1, 104_721_729, 510.7),
-    "pvt_large": DetectorFacts(81_027_061, 493.4, 114_935_745, 628.0),
-    "inline_swin_tiny": DetectorFacts(48_731_269, 261.7, 82_639_953, 396.4),
-    "swin_tiny_patch4_window7_224": DetectorFacts(47_796_079, 266.6, 81_704_763, 401.2),
-    "inline_swin_small": DetectorFacts(69_301_021, 349.3, 103_209_705, 483.9),
-    "swin_small_patch4_window7_224": DetectorFacts(69_113_983, 358.6, 103_022_667, 493.2),
-    "inline_swin_base": DetectorFacts(107_724_213, 486.5, 141_632_897, 621.1),
-    "swin_base_patch4_window7_224": DetectorFacts(107_142_317, 503.1, 141_051_001, 637.7),
-    "inline_cswin_tiny": DetectorFacts(40_245_877, 273.4, 74_154_561, 408.0),
-    "cswin_tiny": DetectorFacts(41_961_909, 279.8, 75_870_593, 414.4),
-    "inline_cswin_small": DetectorFacts(52_674_229, 333.5, 86_582_913, 468.1),
-    "cswin_small": DetectorFacts(54_284_661, 343.6, 88_193_345, 478.3),
-    "inline_cswin_base": DetectorFacts(92_921_365, 512.6, 126_830_049, 647.2),
-    "cswin_base": DetectorFacts(96_889_909, 528.5, 130_798_593, 663.1),
-}
+# Stored for `inlinevit models`; tools/model_tables.py measures and writes it. Each InLine backbone stands above its
+# softmax counterpart.
+FILE = Path(__file__).with_name("catalog.json")
+DETECTOR_CATALOG = {name: DetectorFacts(**facts) for name, facts in read_json(FILE).items()}
 
 
 def detector_cost(
@@ -106,22 +89,7 @@ def measure_detector(kind: Kind, backbone: str) -> tuple[int, float]:
 
 
 def measure_facts(backbone: str) -> DetectorFacts:
-    """What DETECTOR_CATALOG should hold."""
+    """Return what DETECTOR_CATALOG should hold."""
     parameters, gmacs = measure_detector("mask_rcnn", backbone)
     cascade_parameters, cascade_gmacs = measure_detector("cascade_mask_rcnn", backbone)
     return DetectorFacts(parameters, round(gmacs, 1), cascade_parameters, round(cascade_gmacs, 1))
-
-
-HEADINGS = ("backbone", "Mask R-CNN M", "GMACs", "Cascade M", "GMACs")
-
-
-def cells(name: str) -> tuple[str, ...]:
-    """A backbone's row in a table with HEADINGS."""
-    facts = DETECTOR_CATALOG[name]
-    return (
-        name,
-        f"{facts.parameters / 1e6:.2f}",
-        f"{facts.gmacs:.1f}",
-        f"{facts.cascade_parameters / 1e6:.2f}",
-        f"{facts.cascade_gmacs:.1f}",
-    )

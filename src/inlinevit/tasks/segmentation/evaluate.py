@@ -21,9 +21,9 @@ from ...engine.state import unsharded
 from ...utils.atomic import atomic_text_writer, atomic_write_bytes, finite, make_output_dir
 from ...utils.validation import require
 from .ade import AdeSource, open_ade
-from .config import InferenceConfig, SegmentationDataConfig, SegmentationDataOptions
+from .config import InferenceConfig, InferenceOptions, SegmentationDataConfig, SegmentationDataOptions
 from .dataset import make_eval_loader
-from .inference import InferenceOptions, MeanStd, described, label
+from .inference import MeanStd, described, label
 from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluation, count_pixels
 from .predictor import SegmentationPredictor, load_segmenter

@@ -6,14 +6,12 @@ would be 120 GB. What is held is a row of windows for each scale.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...utils.validation import MOST_PIXELS
 from .config import InferenceConfig
 from .transforms import resize_image, scaled_size
 
@@ -21,49 +19,6 @@ from .transforms import resize_image, scaled_size
 PIXELS_AT_ONCE = 2**20
 # What images are normalised by: mean and standard deviation by channel.
 MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
-
-
-@dataclass
-class InferenceOptions:
-    """How to look at images, where it should differ from what the training run did."""
-
-    min_size: int | Literal["original"] | None = None
-    """Side that images are resized to, or original; null = as in the run. The answer is resized back."""
-    window_size: int | Literal["whole"] | None = None
-    """Side of the square windows that slide over the image, or whole for the image at once; null = as in the run."""
-    stride: int | None = None
-    """From window to window; null = as in the run or, for windows that are named here, two thirds of them."""
-    scales: list[float] | None = None
-    """Factors that the image is scaled by; the answers are averaged. null = as in the run."""
-    flip: bool | None = None
-    """Average with the answer for the mirrored image; null = as in the run."""
-
-    def __post_init__(self) -> None:
-        # What makes no sense whatever the run's inference is. A stride without windows may have those of the run.
-        window = MOST_PIXELS if self.stride is not None else None
-        InferenceConfig(
-            min_size=self.min_size if isinstance(self.min_size, int) else None,
-            window_size=self.window_size if isinstance(self.window_size, int) else window,
-            stride=self.stride,
-            scales=[1.0] if self.scales is None else self.scales,
-        )
-
-    def applied_to(self, inference: InferenceConfig) -> InferenceConfig:
-        """The inference settings of a run, with those given here in their place."""
-        sides = {
-            "min_size": (self.min_size, inference.min_size),
-            "window_size": (self.window_size, inference.window_size),
-        }
-        chosen = {
-            name: own if said is None else None if isinstance(said, str) else said
-            for name, (said, own) in sides.items()
-        }
-        return InferenceConfig(
-            **chosen,
-            stride=inference.stride if self.stride is None and self.window_size is None else self.stride,
-            scales=inference.scales if self.scales is None else self.scales,
-            flip=inference.flip if self.flip is None else self.flip,
-        )
 
 
 def described(inference: InferenceConfig) -> str:

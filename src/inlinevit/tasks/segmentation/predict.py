@@ -26,8 +26,8 @@ from ...engine.outputs import check_output_folder
 from ...engine.setup import resolve_device
 from ...utils.atomic import atomic_write_png, disk_full_errors, json_list_writer, make_output_dir
 from ...utils.validation import require
-from .config import InferenceConfig
-from .inference import InferenceOptions, predict_probs_by_rows
+from .config import InferenceConfig, InferenceOptions
+from .inference import predict_probs_by_rows
 from .labels import LabelMap
 from .predictor import SegmentationPredictor, load_segmenter
 from .transforms import scaled_size

@@ -1,0 +1,75 @@
+"""`inlinevit analyze`: confusion, locality, masking and maps of the attention of models."""
+
+from jsonargparse import ArgumentParser, Namespace
+
+from .commands import Command
+from .parsing import add_options, new_parser
+
+
+def analyze(
+    models: list[str],
+    data: str | None = None,
+    images: int = 64,
+    confusion_images: int = 8,
+    checkpoint: str | None = None,
+    img_size: int | None = None,
+    batch_size: int = 16,
+    epsilon: float = 0.01,
+    delta: float = 0.1,
+    untrained: bool = False,
+    output: str = "runs/analysis",
+) -> None:
+    """Measure confusion, locality, masking and maps of the attention of models, side by side.
+
+    Args:
+        models: Folders of training runs, or names of models of ours or of timm's.
+        data: Labelled images, as for inlinevit train; their evaluation part is used. null = those of the first model's
+            training run, or the embedded ones.
+        images: Number of images to measure locality and masking on.
+        confusion_images: Number of images to count confused pairs of queries on, which is slow for large maps.
+        checkpoint: As for inlinevit eval; the same for all models.
+        img_size: Side of the images that the models see; null = what they were trained for.
+        batch_size: Images in a batch.
+        epsilon: Rows nearer than this, relative to the longer of them, count as the same.
+        delta: Queries farther apart than this, relative to the longer of them, count as different.
+        untrained: Use random weights. Names may have options then, such as inline_deit_tiny:attention=linear.
+        output: Folder for analysis.html, analysis.json and figures/.
+    """
+    from ..analysis.analyze import analyze_command
+
+    analyze_command(
+        models,
+        data,
+        images,
+        confusion_images,
+        checkpoint,
+        img_size,
+        batch_size,
+        epsilon,
+        delta,
+        untrained,
+        output,
+    )
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser: the arguments of analyze()."""
+    description = "Measure confusion, locality, masking and maps of the attention of models."
+    parser = new_parser("analyze", description, "MODEL... [options]")
+    about = "folders of training runs, or names of models"
+    parser.add_argument("models", nargs="+", type=str, metavar="MODEL", help=about)
+    parser.add_argument(
+        "--untrained",
+        action="store_true",
+        help="use random weights; names may have options then, such as inline_deit_tiny:attention=linear",
+    )
+    add_options(parser, analyze, skip=["models", "untrained"])
+    return parser
+
+
+def run(settings: Namespace) -> None:
+    """Analyze models."""
+    analyze(**vars(settings))
+
+
+COMMAND = Command(make_parser, run)

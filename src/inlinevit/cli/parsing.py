@@ -1,0 +1,147 @@
+"""Parsers of arguments that the commands share."""
+
+from argparse import SUPPRESS, ArgumentError
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ..recipes import find_recipe, merge_parts, read_parts
+
+try:
+    from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+except ImportError as error:
+    raise SystemExit(f"{error}: the command line needs pip install 'inlinevit[cli]'") from error
+
+if TYPE_CHECKING:
+    from ..engine.config import TrainConfig
+
+AnyConfig = TypeVar("AnyConfig")
+
+# The docstrings under the fields of configuration classes are the help of the options.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+def new_parser(name: str, description: str, arguments: str = "[options]") -> ArgumentParser:
+    """Return a parser for `inlinevit NAME` that raises its errors.
+
+    Args:
+        name: Of the command, such as "detect train".
+        description: What the command does.
+        arguments: What stands after the name in the usage line, which would otherwise list all options.
+    """
+    usage = f"inlinevit {name} {arguments}"
+    return ArgumentParser(prog=f"inlinevit {name}", usage=usage, description=description, exit_on_error=False)
+
+
+def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequence[str] = ()) -> None:
+    """Add the fields of a dataclass or the arguments of a function as options, in one group for each section.
+
+    Args:
+        parser: The parser.
+        source: The dataclass or function; fields that are dataclasses are sections.
+        skip: Names that are not to become options.
+    """
+    if isinstance(source, type):
+        parser.add_class_arguments(source, skip=set(skip))
+    else:
+        parser.add_function_arguments(source, skip=set(skip))
+    sections = {action.dest for action in parser._actions if "." in action.dest}
+    for name, group in (parser.groups or {}).items():
+        group.title = f"{name} options" if any(dest.startswith(f"{name}.") for dest in sections) else "command options"
+        for action in group._group_actions:
+            # --SECTION FILE reads a whole section; --config does so for all of them.
+            if action.dest == name:
+                action.help = SUPPRESS
+
+
+class RecipeAction(ActionConfigFile):
+    """`--config RECIPE`: the name of a shipped recipe of a task, or a file.
+
+    All files of the recipe are checked before the parser reads them, because some YAML would keep it busy forever.
+
+    Attributes:
+        task: The task of the command, set by add_recipe.
+    """
+
+    task: str
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """See argparse.Action."""
+        import yaml
+
+        options = [action.dest for action in parser._actions]
+        try:
+            file = find_recipe(values, self.task)
+        except ValueError as error:
+            raise ArgumentError(self, str(error)) from error
+        try:
+            parts = read_parts(file, self.task)
+            for part in parts:
+                require_sections(part.content, options)
+            recipe = yaml.safe_dump(merge_parts(parts), sort_keys=False)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(self, f"{values} is not a valid recipe ({error})") from error
+        super().__call__(parser, namespace, recipe, option_string)
+        # Which recipes were given, instead of their content.
+        namespace[self.dest][-1] = values
+
+
+def require_sections(recipe: Any, options: Sequence[str], section: str = "") -> None:
+    """Refuse a recipe that has something else where fields are expected.
+
+    Args:
+        recipe: The content of the recipe.
+        options: The options of the command: data.path, ….
+        section: Which part of it this is, such as "data."; "" = all of it.
+
+    Raises:
+        ValueError: The message does not name the file.
+    """
+    if not isinstance(recipe, dict):
+        example = next(option for option in options if option.startswith(section) and "." in option)
+        raise ValueError(
+            f"{recipe!r:.80} stands for {section.removesuffix('.') or 'all of it'}: write fields there, such as "
+            f"{example.removeprefix(section)}"
+        )
+    for key, value in recipe.items():
+        if any(option.startswith(f"{section}{key}.") for option in options):
+            require_sections(value, options, f"{section}{key}.")
+
+
+def add_recipe(parser: ArgumentParser, task: str, example: str) -> None:
+    """Add `--config RECIPE`.
+
+    Args:
+        parser: The parser.
+        task: Whose recipes are found by name.
+        example: Name of one of them.
+    """
+    about = f"name of a recipe, such as {example} (`inlinevit recipes` lists them), or a YAML file"
+    action = parser.add_argument("--config", action=RecipeAction, metavar="RECIPE", help=about)
+    cast(RecipeAction, action).task = task
+
+
+def train_parser(name: str, description: str, task: str, config: type["TrainConfig"], example: str) -> ArgumentParser:
+    """Return the parser of a training command: a recipe, and the fields of a configuration.
+
+    Args:
+        name: Of the command.
+        description: What the command does.
+        task: Whose recipes it takes.
+        config: The configuration.
+        example: Name of a recipe.
+    """
+    parser = new_parser(name, f"{description} Options override the recipe.", "[--config RECIPE] [options]")
+    add_recipe(parser, task, example)
+    add_options(parser, config)
+    return parser
+
+
+def to_config(settings: Namespace, kind: type[AnyConfig]) -> AnyConfig:
+    """Return the parsed fields of a configuration as one object."""
+    return kind(**{field.name: settings[field.name] for field in fields(cast(Any, kind))})
+
+
+def parse_as(kind: type[AnyConfig], parser: ArgumentParser, arguments: Sequence[str]) -> AnyConfig:
+    """Return the configuration that a training command would use for these arguments."""
+    return to_config(parser.instantiate(parser.parse_args(list(arguments))), kind)
