@@ -81,7 +81,10 @@ class Results:
     @property
     def first(self) -> dict[str, Measurement]:
         """The fastest mode of the first candidate, by comparison."""
-        return {one.comparison: one for one in reversed(self.best)}
+        found: dict[str, Measurement] = {}
+        for one in self.best:
+            found.setdefault(one.comparison, one)
+        return found
 
     @property
     def batches(self) -> list[int]:
