@@ -12,6 +12,8 @@ from ..utils.validation import did_you_mean
 TRACEBACK = "INLINEVIT_TRACEBACK"
 # Packages that not everybody needs, and the extra that installs them.
 EXTRAS = {
+    "jsonargparse": "cli",
+    "rich": "cli",
     "accelerate": "train",
     "jinja2": "train",
     "matplotlib": "train",

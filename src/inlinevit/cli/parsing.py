@@ -5,12 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ..recipes import find_recipe, merge_parts, read_parts
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
-try:
-    from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
-except ImportError as error:
-    raise SystemExit(f"{error}: the command line needs pip install 'inlinevit[cli]'") from error
+from ..recipes import find_recipe, merge_parts, read_parts
 
 if TYPE_CHECKING:
     from ..engine.config import TrainConfig

@@ -1,17 +1,16 @@
 """The table of studies, the order of its runs, and the recipes that are rows of it."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 
 from inlinevit.cli.train import parse_config
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.experiments.reproduce import describe_studies
-from inlinevit.experiments.reproduce.studies import STUDIES, Cell, Study, cell_config, cells_of, plan
+from inlinevit.experiments.reproduce.studies import STUDIES, Cell, Model, Study, cell_config, cells_of, plan
 from inlinevit.experiments.reproduce.tables import RECIPE_CELLS, RECIPES, train_command
+from inlinevit.recipes import HOME
 from inlinevit.tasks.classification.model import build_model
-from tests import ROOT
 
 CELLS = cells_of(STUDIES.values())
 
@@ -38,19 +37,17 @@ def test_claims_speak_of_cells_of_their_study() -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=[cell.key for cell in CELLS])
-def test_a_command_trains_each_row_alone(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_command_trains_each_row_alone(cell: Cell) -> None:
     words = shlex.split(train_command(cell, seed=1))
     assert words[:2] == ["inlinevit", "train"]
     assert parse_config(words[2:]) == cell_config(cell, seed=1)
 
 
 @pytest.mark.parametrize("model", RECIPES, ids=list(RECIPES.values()))
-def test_recipes_are_rows(model: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_recipes_are_rows(model: Model) -> None:
     recipe, cell = RECIPES[model], RECIPE_CELLS[model]
     assert parse_config(["--config", recipe]) == cell_config(cell)
-    assert f'row "{cell.label}"' in Path(recipe).read_text()
+    assert f'row "{cell.label}"' in (HOME / "classification" / f"{recipe}.yaml").read_text()
 
 
 def test_runs_of_one_model_differ_in_its_options_only() -> None:

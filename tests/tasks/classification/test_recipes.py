@@ -3,18 +3,16 @@
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
 from inlinevit.cli.train import parse_config
 from inlinevit.engine.config import flattened
 from inlinevit.experiments.demo import ATTENTIONS, demo_config
 from inlinevit.models.catalog import CATALOG
+from inlinevit.recipes import HOME, describe_recipe, load_recipe, recipe_names
 from inlinevit.tasks.classification.config import AugmentConfig, ClassificationConfig
 from inlinevit.tasks.classification.model import build_model
 from inlinevit.tasks.classification.transforms import input_spec
-from tests import ROOT
 
-RECIPES = ROOT / "recipes"
 SMALL = ("cifar10", "embedded")
 # Held by tests/reproduce/test_studies.py.
 REPRODUCED = ("reproduce", "reproduce_16x16")
@@ -74,16 +72,16 @@ PUBLISHED_AUGMENTATION = AugmentConfig(
 
 def parse(name: str, *overrides: str) -> ClassificationConfig:
     """A recipe, as `inlinevit train` reads it."""
-    return parse_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+    return parse_config(["--config", name, *overrides])
 
 
 def stated(name: str) -> dict[str, Any]:
-    """What stands in a recipe, by field, in its order."""
-    return flattened(yaml.safe_load((RECIPES / f"{name}.yaml").read_text()))
+    """The fields of a recipe with those of its bases, in their order."""
+    return flattened(load_recipe(name, "classification"))
 
 
 def test_one_recipe_for_each_published_model() -> None:
-    assert sorted(path.stem for path in RECIPES.glob("*.yaml")) == sorted([*TABLE, *SMALL, *REPRODUCED])
+    assert recipe_names("classification") == sorted([*TABLE, *SMALL, *REPRODUCED])
     assert set(TABLE) == {name for name in CATALOG if name.startswith("inline_")}
 
 
@@ -123,7 +121,7 @@ def test_evaluation_sees_what_was_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_recipe_states_the_published_settings_itself(name: str) -> None:
-    """A reader finds every setting in the file, at the same place in each, and not in defaults that may change."""
+    """Every setting is in the recipe or its bases, at the same place in each, and not in defaults that may change."""
     start = {"model.checkpoint": f"path/to/{FINE_TUNING[name]}.safetensors"} if name in FINE_TUNING else {}
     settings = stated(name)
     assert {field: settings.pop(field) for field in start} == start
@@ -135,9 +133,9 @@ def test_recipe_states_the_published_settings_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_first_line_says_what_to_expect(name: str) -> None:
-    first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0]
+    first = describe_recipe(HOME / "classification" / f"{name}.yaml")
     top1 = CATALOG[name].top1
-    assert first.startswith("# InLine-")
+    assert first.startswith("InLine-")
     assert first.endswith("no published top-1." if top1 is None else f"published top-1 {top1} %.")
 
 

@@ -4,14 +4,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import timm
-import yaml
 
 from inlinevit.cli.detect import parse_config
 from inlinevit.engine.config import flattened, to_plain
+from inlinevit.recipes import HOME, describe_recipe, load_recipe, recipe_names
 from inlinevit.tasks.detection.config import DetectionConfig
-from tests import ROOT
 
-RECIPES = ROOT / "recipes" / "detection"
 # Fits a small detector to ten images.
 SMALL = ("ten_images",)
 KINDS = {"mask_rcnn": "Mask R-CNN", "cascade_mask_rcnn": "Cascade Mask R-CNN"}
@@ -62,17 +60,17 @@ TABLE = {
 
 def parse(name: str, *overrides: str) -> DetectionConfig:
     """A recipe, as `inlinevit detect train` reads it."""
-    return parse_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+    return parse_config(["--config", name, *overrides])
 
 
 def stated(name: str) -> dict[str, Any]:
-    """What stands in a recipe, by field, in its order."""
-    return flattened(yaml.safe_load((RECIPES / f"{name}.yaml").read_text()))
+    """The fields of a recipe with those of its bases, in their order."""
+    return flattened(load_recipe(name, "detection"))
 
 
 def test_one_recipe_for_each_detector_backbone_and_schedule() -> None:
     assert len(TABLE) == 28
-    assert sorted(path.name for path in RECIPES.iterdir()) == sorted(f"{name}.yaml" for name in (*TABLE, *SMALL))
+    assert recipe_names("detection") == sorted([*TABLE, *SMALL])
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -109,7 +107,7 @@ def test_warmup_takes_about_500_steps(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_recipe_states_its_settings_itself(name: str) -> None:
-    """A reader finds every setting in the file, at the same place in each, and not in defaults that may change."""
+    """Every setting is in the recipe or its bases, at the same place in each, and not in defaults that may change."""
     settings = stated(name)
     assert list(settings) == list(stated("mask_rcnn_inline_swin_tiny_1x"))
     expected = {
@@ -128,8 +126,8 @@ def test_first_line_says_what_it_is(name: str) -> None:
     kind, backbone, schedule = TABLE[name]
     _, family, size = backbone.split("_")
     model = f"InLine-{ {'pvt': 'PVT', 'swin': 'Swin'}[family] }-{size[0].upper()}"
-    first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0]
-    assert first.startswith(f"# {KINDS[kind]} on {model}, COCO, {SCHEDULES[schedule].epochs} epochs")
+    first = describe_recipe(HOME / "detection" / f"{name}.yaml")
+    assert first.startswith(f"{KINDS[kind]} on {model}, COCO, {SCHEDULES[schedule].epochs} epochs")
     assert first.endswith(f"({schedule[0]}×).")
 
 

@@ -1,23 +1,22 @@
 """The recipes for segmentation against the table of settings, through the parser of `inlinevit segment train`."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from torch import nn
 
 from inlinevit.cli.segment import parse_config
 from inlinevit.cli.train import parse_config as parse_classification_config
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.engine.setup import make_optimizer, make_scheduler
+from inlinevit.recipes import HOME, describe_recipe, load_recipe, recipe_names
 from inlinevit.tasks.segmentation.config import SegmentationConfig
 from inlinevit.tasks.segmentation.labels import read_labels
-from tests import ROOT
 
-RECIPES = ROOT / "recipes" / "segmentation"
 # Small ones, for other data, and the files of labels that they name.
 SMALL = ("camvid",)
-LABELS = ("camvid_labels",)
+LABELS = ("camvid",)
 # As all published results: eight processes.
 PROCESSES = 8
 
@@ -56,18 +55,17 @@ TABLE = {
 
 def parse(name: str, *overrides: str) -> SegmentationConfig:
     """A recipe, as `inlinevit segment train` reads it."""
-    return parse_config(["--config", str(RECIPES / f"{name}.yaml"), *overrides])
+    return parse_config(["--config", name, *overrides])
 
 
 def stated(name: str) -> dict[str, Any]:
-    """What stands in a recipe, by field, in its order."""
-    return flattened(yaml.safe_load((RECIPES / f"{name}.yaml").read_text()))
+    """The fields of a recipe with those of its bases, in their order."""
+    return flattened(load_recipe(name, "segmentation"))
 
 
 def test_one_recipe_for_each_backbone() -> None:
-    assert sorted(path.name for path in RECIPES.iterdir()) == sorted(
-        f"{name}.yaml" for name in (*TABLE, *SMALL, *LABELS)
-    )
+    assert recipe_names("segmentation") == sorted([*TABLE, *SMALL])
+    assert sorted(path.stem for path in (HOME / "segmentation" / "labels").iterdir()) == sorted(LABELS)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -104,7 +102,7 @@ def test_recipe_is_the_tables(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("semantic_fpn")])
 def test_drop_path_is_that_of_the_classifier(name: str) -> None:
     _, backbone, drop_path_rate = TABLE[name]
-    classifier = parse_classification_config(["--config", str(RECIPES.parent / f"{backbone}.yaml")])
+    classifier = parse_classification_config(["--config", backbone])
     assert classifier.model.drop_path_rate == drop_path_rate
 
 
@@ -137,12 +135,12 @@ def test_small_recipes_are_understood(name: str) -> None:
 
 @pytest.mark.parametrize("name", LABELS)
 def test_files_of_labels_are_understood(name: str) -> None:
-    assert len(read_labels(RECIPES / f"{name}.yaml").classes) > 1
+    assert len(read_labels(HOME / "segmentation" / "labels" / f"{name}.yaml").classes) > 1
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_recipe_states_its_settings_itself(name: str) -> None:
-    """A reader finds every setting in the file, at the same place in each of a kind, and not in changing defaults."""
+    """Every setting is in the recipe or its bases, in the same order for a kind, and not in changing defaults."""
     settings = stated(name)
     example = {"semantic_fpn": "semantic_fpn_inline_pvt_tiny", "upernet": "upernet_inline_swin_tiny"}
     assert list(settings) == list(stated(example[TABLE[name][0]]))
@@ -155,10 +153,19 @@ def test_first_line_says_what_it_is(name: str) -> None:
     kind, backbone, _ = TABLE[name]
     _, family, size = backbone.split("_")
     model = f"InLine-{ {'pvt': 'PVT', 'swin': 'Swin'}[family] }-{size[0].upper()}"
-    first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0]
-    assert first == f"# {KINDS[kind].title} on {model}, ADE20K, {KINDS[kind].steps:,} steps."
+    first = describe_recipe(HOME / "segmentation" / f"{name}.yaml")
+    assert first == f"{KINDS[kind].title} on {model}, ADE20K, {KINDS[kind].steps:,} steps."
 
 
 def test_options_override_a_recipe() -> None:
     config = parse("upernet_inline_swin_tiny", "--data.path", "images", "--schedule.steps", "500000")
     assert (config.data.path, config.schedule.steps, config.schedule.warmup) == ("images", 500_000, 1_500)
+
+
+def test_labels_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    labels = parse("camvid").data.labels
+    assert labels is not None
+    assert len(read_labels(labels).classes) == 11
+    # An option is relative to the working directory, as all paths on the command line.
+    assert parse("camvid", "--data.labels", "own.yaml").data.labels == "own.yaml"

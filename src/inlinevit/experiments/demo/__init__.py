@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...engine.config import MOST_STEPS, OptimizerConfig, RunConfig, ScheduleConfig
-from ...tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig, ModelConfig
+from ...engine.config import MOST_STEPS, from_plain
+from ...recipes import load_recipe, merge
+from ...tasks.classification.config import ClassificationConfig
 from ...utils.validation import Range, check_value, require
 
 __all__ = ["ATTENTIONS", "demo", "demo_config"]
@@ -17,7 +18,7 @@ ATTENTIONS = ("softmax", "linear", "inline")
 def demo_config(
     attention: str, *, output: str = "runs/embedded", data: str = "embedded", seed: int = 0, steps: int = 900
 ) -> ClassificationConfig:
-    """Return the configuration of one of the demo's runs; they differ in attention and output only.
+    """Return the recipe "embedded" for one of the demo's models; they differ in attention and output only.
 
     Args:
         attention: One of ATTENTIONS.
@@ -26,36 +27,19 @@ def demo_config(
         seed: See demo().
         steps: See demo().
     """
-    return ClassificationConfig(
-        data=DataConfig(path=data, batch_size=50, workers=0),
-        augment=AugmentConfig.mirrored_only(),
-        model=ModelConfig(
-            name="inline_deit_tiny",
-            img_size=28,
-            in_chans=1,
-            crop_pct=1.0,
-            drop_path_rate=0.0,
-            kwargs={
-                "attention": attention,
-                "patch_size": 4,
-                "embed_dim": 64,
-                "depth": 3,
-                "num_heads": 4,
-                "class_token": False,
-                "global_pool": "avg",
-            },
-        ),
-        optimizer=OptimizerConfig(lr=4e-3, lr_base_size=0, clip_grad=1.0),
-        schedule=ScheduleConfig(steps=steps, warmup=steps // 10, min_lr=4e-5, warmup_lr=4e-5),
-        run=RunConfig(
-            output=output,
-            seed=seed,
-            eval_every=max(1, steps // 6),
-            log_every=max(1, steps // 30),
-            checkpoint_steps=max(1, steps // 6),
-            keep_checkpoints=1,
-        ),
-    )
+    changes = {
+        "data": {"path": data},
+        "model": {"kwargs": {"attention": attention}},
+        "schedule": {"steps": steps, "warmup": steps // 10},
+        "run": {
+            "output": output,
+            "seed": seed,
+            "eval_every": max(1, steps // 6),
+            "log_every": max(1, steps // 30),
+            "checkpoint_steps": max(1, steps // 6),
+        },
+    }
+    return from_plain(ClassificationConfig, merge(load_recipe("embedded", "classification"), changes))
 
 
 def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps: int = 900) -> Path:

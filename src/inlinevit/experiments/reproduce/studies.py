@@ -1,11 +1,12 @@
 """The paper's ablations as tables of cells: what each trains, and what the paper expects of it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ...engine.config import OptimizerConfig, RunConfig, ScheduleConfig
-from ...tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig, ModelConfig
+from ...engine.config import from_plain
+from ...recipes import load_recipe, merge
+from ...tasks.classification.config import ClassificationConfig
 
 # Steps of 64 images that each cell is trained for.
 STEPS = 1000
@@ -219,7 +220,7 @@ def plan(seeds: Mapping[str, int]) -> list[Run]:
 def cell_config(
     cell: Cell, *, seed: int = 0, data: str = "path/to/cifar10", output: str = "runs/reproduce", steps: int = STEPS
 ) -> ClassificationConfig:
-    """The run of one cell; cells of one model differ in the options of the model only.
+    """Return the recipe "reproduce" for one cell; cells of one model differ in the options of the model only.
 
     Args:
         cell: Which one.
@@ -228,32 +229,15 @@ def cell_config(
         output: Folder of all runs; this one gets a folder in it.
         steps: Length of the training.
     """
-    model = cell.model
-    return ClassificationConfig(
-        data=DataConfig(path=data, batch_size=64, workers=0),
-        augment=AugmentConfig.mirrored_only(label_smoothing=0.1),
-        model=ModelConfig(
-            name="inline_deit_tiny",
-            img_size=32,
-            crop_pct=1.0,
-            drop_path_rate=0.0,
-            kwargs={
-                "patch_size": model.patch_size,
-                "embed_dim": model.embed_dim,
-                "depth": model.depth,
-                "num_heads": model.num_heads,
-                "class_token": False,
-                "global_pool": "avg",
-                **cell.options,
-            },
-        ),
-        optimizer=OptimizerConfig(lr=2e-3, lr_base_size=0, weight_decay=0.05, clip_grad=1.0),
-        schedule=ScheduleConfig(steps=steps, warmup=steps // 10, min_lr=2e-5, warmup_lr=2e-5),
-        run=RunConfig(
-            output=f"{output}/{Run(cell, seed).name}",
-            seed=seed,
-            eval_every=steps,
-            log_every=max(1, steps // 10),
-            keep_checkpoints=1,
-        ),
-    )
+    changes = {
+        "data": {"path": data},
+        "model": {"kwargs": asdict(cell.model) | cell.options},
+        "schedule": {"steps": steps, "warmup": steps // 10},
+        "run": {
+            "output": f"{output}/{Run(cell, seed).name}",
+            "seed": seed,
+            "eval_every": steps,
+            "log_every": max(1, steps // 10),
+        },
+    }
+    return from_plain(ClassificationConfig, merge(load_recipe("reproduce", "classification"), changes))

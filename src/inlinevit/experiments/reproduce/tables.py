@@ -11,7 +11,7 @@ from .studies import COARSE, FINE, SOFTMAX, STUDIES, WINDOWED, Cell, Study, cell
 
 DATA = "path/to/cifar10"
 # Recipes that `inlinevit train` takes, by model, and the cell whose run each of them is.
-RECIPES = {COARSE: "recipes/reproduce.yaml", FINE: "recipes/reproduce_16x16.yaml"}
+RECIPES = {COARSE: "reproduce", FINE: "reproduce_16x16"}
 RECIPE_CELLS = {COARSE: SOFTMAX, FINE: WINDOWED[16, True]}
 
 

@@ -135,20 +135,6 @@ class AugmentConfig:
         require(self.scale is None or 0 < self.scale[0] <= self.scale[1] <= 1, "augment.scale should be in 0 ... 1")
         require(0 < self.ratio[0] <= self.ratio[1], "augment.ratio should rise from the narrowest to the widest")
 
-    @classmethod
-    def mirrored_only(cls, label_smoothing: float = 0.0) -> "AugmentConfig":
-        """Images as they are, half of them mirrored: for trainings too short for more."""
-        return cls(
-            scale=None,
-            crop_padding=0,
-            color_jitter=0.0,
-            auto_augment=None,
-            random_erasing=0.0,
-            mixup=0.0,
-            cutmix=0.0,
-            label_smoothing=label_smoothing,
-        )
-
     @property
     def mixes(self) -> bool:
         """Whether images of a batch are mixed."""

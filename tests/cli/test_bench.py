@@ -1,0 +1,61 @@
+"""`inlinevit bench`."""
+
+import pytest
+
+from inlinevit import cli
+
+
+@pytest.mark.parametrize("what", ["layer", "model", "accuracy", "window", "resolution", "scaling", "detection", "loop"])
+def test_each_bench_has_help_of_its_own(what, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", what, "--help"])
+    assert ended.value.code == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: inlinevit bench {what} [")
+    assert ("--tokens" in output) == (what == "layer")
+    assert ("--data.path" in output) == (what == "loop")
+
+
+TINY = "inline_deit_tiny:depth=1,embed_dim=16,num_heads=2"
+TINY_BENCH = f"bench model --quick --rounds 2 --threads 1 --models {TINY} --sizes 32 --batches 1 --modes eager"
+
+
+def test_bench_prints_a_table_and_writes_a_report(tmp_path, capsys):
+    cli.main([*TINY_BENCH.split(), "--output", str(tmp_path), "--name", "a"])
+    output = capsys.readouterr().out
+    assert "1 thread of" in output
+    assert TINY in output
+    assert f"the report is {tmp_path / 'a.html'}" in output
+    assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.json", "a.png", "a.svg"}
+
+
+def test_bench_reports_nothing_if_answers_differ(tmp_path, refused, monkeypatch):
+    from inlinevit.benchmark.measure import MODES
+
+    monkeypatch.setitem(MODES, "compiled", lambda module: lambda x: module(x) + 1)
+    code, line = refused(*TINY_BENCH.split(), "compiled", "--output", tmp_path)
+    assert code == 1
+    assert "(eager) and" in line
+    assert "should answer alike, but differ by" in line
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ("layr", "did you mean layer?"),
+        ("model --sises 224", "did you mean sizes?"),
+        ("model --models deit_tiny_patch16_244", "did you mean deit_tiny_patch16_224?"),
+        ("model --sizes 225", "224 or 256 would be"),
+        ("model --batches -1", "it should be at least 1"),
+        ("model --threads 0", "threads is 0: it should be at least 1"),
+        ("layer --tokens 50", "49 or 64 would"),
+        ("detection --width 1333", "width 1333 is no multiple of 32: 1312 or 1344 would be"),
+        ("detection --detectors mask_rcn", "did you mean mask_rcnn?"),
+        ("detection --backbones inline_deit_tiny", "choose a hierarchical"),
+        ("resolution --modes egaer", "did you mean eager?"),
+        ("window --device tpu", "it should be cpu or cuda"),
+    ],
+)
+def test_mistakes_in_a_bench_are_answered_in_a_sentence(options, remedy, refused):
+    assert remedy in refused("bench", *options.split())[1]

@@ -1,0 +1,70 @@
+"""Commands that compute nothing answer at once: without torch and timm, in little time."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from inlinevit import cli
+from inlinevit.cli.commands import COMMANDS, Command
+
+# Runs a command; prints to stderr its seconds and the slow packages that it has imported.
+SCRIPT = """
+import json, sys, time
+from inlinevit.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    pass
+slow = sorted({"torch", "timm", "torchvision", "numpy", "accelerate", "matplotlib"} & set(sys.modules))
+print(json.dumps([time.process_time(), slow]), file=sys.stderr)
+"""
+
+
+def all_commands():
+    """The words of all commands and subcommands."""
+    for name, entry in COMMANDS.items():
+        yield name
+        if not isinstance(loaded := entry.load(), Command):
+            yield from (f"{name} {sub}" for sub in loaded)
+
+
+HELP = ["--help", "--version", "", "tran", *(f"{words} --help" for words in all_commands())]
+LISTS = [
+    "models",
+    "models --task detection --json",
+    "models --task segmentation --markdown",
+    "models --filter *swin*",
+    "recipes",
+    "recipes embedded",
+    "train --print_config --config inline_swin_tiny",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"), [*((words, 0.5) for words in HELP), *((words, 1.0) for words in LISTS)], ids=str
+)
+def test_answers_at_once(words, seconds):
+    # Other processes on the same cores make this slower: the best of several counts.
+    for _ in range(4):
+        ended = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *words.split()], capture_output=True, text=True, timeout=60
+        )
+        assert ended.stdout or words == "tran"
+        needed, slow = json.loads(ended.stderr.splitlines()[-1])
+        assert slow == []
+        if needed < seconds:
+            return
+    pytest.fail(f"{words} took {needed} s")
+
+
+@pytest.mark.parametrize("words", [words for words in HELP if words.endswith("--help")])
+def test_usage_fits_a_line(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert ended.value.code == 0
+    usage, blank, *_ = capsys.readouterr().out.splitlines()
+    assert usage.startswith(f"usage: inlinevit {words.removesuffix('--help')}")
+    assert len(usage) <= 80
+    assert blank == ""
