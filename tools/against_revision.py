@@ -41,7 +41,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", default="58aaf78", help="a commit, tag or branch")
-    parser.add_argument("--modules", nargs="+", choices=list(MODELS), default=list(MODELS), help="modules of the models")
+    parser.add_argument("--modules", nargs="+", choices=list(MODELS), default=list(MODELS), help="modules of models")
     parser.add_argument("--size", type=int, default=224, help="side length of the images in pixels")
     parser.add_argument("--batch", type=int, default=1, help="images per call")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="how models are run")

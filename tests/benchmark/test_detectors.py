@@ -90,7 +90,9 @@ def test_operations_are_those_of_the_whole_detector():
 @pytest.mark.parametrize("backward", [False, True])
 def test_detectors_are_measured_side_by_side(backward):
     comparisons = detector_comparisons([INLINE, SOFTMAX], ["mask_rcnn"], 64, 96)
-    results = measure("detection", comparisons, ["eager"], Conditions(threads=1, rounds=2, patience=0.1, backward=backward))
+    results = measure(
+        "detection", comparisons, ["eager"], Conditions(threads=1, rounds=2, patience=0.1, backward=backward)
+    )
     assert [one.name for one in results.measurements] == [INLINE, SOFTMAX]
     for one in results.measurements:
         assert (one.size, one.width, one.batch) == (64, 96, 1)

@@ -7,6 +7,7 @@ from torch import nn
 
 from inlinevit.benchmark import limits as limits_module
 from inlinevit.benchmark import machine
+from inlinevit.benchmark import measure as measure_module
 from inlinevit.benchmark.candidates import OnGrid, layer_comparisons, model_comparisons
 from inlinevit.benchmark.limits import Limits
 from inlinevit.benchmark.measure import MODES, TOLERANCE, Conditions, measure
@@ -180,7 +181,17 @@ def test_stochastic_depth_and_dropout_are_off():
     measure("model", comparisons, ["eager", "eager"], Conditions(threads=1, rounds=2, backward=True))
 
 
-def test_optimized_is_for_our_models():
+def test_optimized_takes_models_of_this_package_only(monkeypatch):
+    taken = []
+    monkeypatch.setattr(measure_module, "optimize_for_inference", lambda model: taken.append(type(model)) or model)
+    results = measure("model", model_comparisons([TINY, "resnet18"], [32], [1]), ["eager", "optimized"], QUICK)
+    names = [(one.name.partition(":")[0], one.mode) for one in results.measurements]
+    assert names == [("inline_deit_tiny", "eager"), ("inline_deit_tiny", "optimized"), ("resnet18", "eager")]
+    assert [kind.__name__ for kind in taken] == ["InLineDeiT"]
+
+
+@pytest.mark.slow
+def test_optimized_models_are_measured():
     comparisons = model_comparisons([TINY, "resnet18"], [32], [1])
     results = measure("model", comparisons, ["eager", "optimized"], QUICK)
     names = [(one.name.partition(":")[0], one.mode) for one in results.measurements]

@@ -21,7 +21,7 @@ from inlinevit.engine.config import flattened, to_plain
 from inlinevit.engine.trainer import Stopped, Trainer
 from inlinevit.experiments.demo import ATTENTIONS, compare, demo, demo_config
 from inlinevit.experiments.demo.sections import TrainedModel, verdict
-from inlinevit.report import STYLES, Report
+from inlinevit.report import STYLES, Report, blocks, style
 from inlinevit.tasks.classification.metrics import Evaluation
 
 STEPS = 4
@@ -32,6 +32,7 @@ TEST_IMAGES = 30
 def few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "TIMED_ROUNDS", 3)
+        patch.setattr(style, "PNG_DPI", 20)
         patch.setattr(compare, "EFFORT", compare.Effort(images=TEST_IMAGES, confusion_images=2, batch_size=30))
         yield
 
@@ -134,6 +135,7 @@ def test_interrupted_demo_resumes(
 
     monkeypatch.setattr(Trainer, "train_step", counted)
     monkeypatch.setattr(Report, "save_figures", lambda report, folder: None)
+    monkeypatch.setattr(blocks, "svg_bytes", lambda figure: b"")
     with pytest.raises(Stopped):
         demo(str(tmp_path), data, steps=STEPS)
     assert not (tmp_path / "report.html").exists()
@@ -150,6 +152,9 @@ def test_finished_demo_starts_again(
     data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Report, "save_figures", lambda report, folder: folder.mkdir())
+    for name in ("comparison_sections", "analysis_sections"):
+        monkeypatch.setattr(compare, name, lambda *_: [])
+    monkeypatch.setattr(compare, "analyze_model", lambda *_: None)
     demo(str(tmp_path), data, steps=1)
     leftovers = [tmp_path / "softmax" / "leftover", tmp_path / "figures" / "leftover.png"]
     for leftover in leftovers:

@@ -16,8 +16,23 @@ from PIL import Image
 
 import inlinevit
 from inlinevit.layers import ATTENTIONS
-from inlinevit.report import STYLES, Block, ImageGrid, Line, Panel, Picture, Report, Section, Table, Text, Tile
-from inlinevit.report import dots_figure, lines_figure, spread_figure, styles_of
+from inlinevit.report import (
+    STYLES,
+    Block,
+    ImageGrid,
+    Line,
+    Panel,
+    Picture,
+    Report,
+    Section,
+    Table,
+    Text,
+    Tile,
+    dots_figure,
+    lines_figure,
+    spread_figure,
+    styles_of,
+)
 
 HOSTILE = "<script>alert('&\"1')</script>"
 VOID = {"meta", "link", "img", "br"}

@@ -125,7 +125,7 @@ def _plot_plane(axes: Axes, case: Case) -> None:
             else:
                 offset, side = (-7, 1), "right"
             text = name.format(number)
-            label = {"xytext": offset, "textcoords": "offset points", "ha": side}
+            label: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side}
             axes.annotate(text, (x, y), **label, color=color, fontsize=10, parse_math=True)
     axes.set(xlim=(-0.15, 2.4), ylim=(-0.05, 2.3), aspect="equal")
     axes.set_xlabel("first channel")

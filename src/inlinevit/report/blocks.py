@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -103,10 +104,15 @@ class Picture(Block):
     alt: str
     caption: str
 
+    @cached_property
+    def svg(self) -> bytes:
+        """The figure as SVG."""
+        return svg_bytes(self.figure)
+
     @property
     def uri(self) -> str:
         """The figure as a data URI."""
-        return data_uri("image/svg+xml", svg_bytes(self.figure))
+        return data_uri("image/svg+xml", self.svg)
 
 
 @dataclass

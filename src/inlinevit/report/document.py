@@ -75,9 +75,10 @@ class Report:
     def save_figures(self, folder: str | Path) -> None:
         """Write each figure as KEY.png and KEY.svg, numbered where a section has several."""
         for section in self.sections:
-            figures = [block.figure for block in section.blocks if isinstance(block, Picture)]
-            for number, figure in enumerate(figures, start=1):
-                save_figure(figure, Path(folder), section.key if len(figures) == 1 else f"{section.key}-{number}")
+            pictures = [block for block in section.blocks if isinstance(block, Picture)]
+            for number, picture in enumerate(pictures, start=1):
+                name = section.key if len(pictures) == 1 else f"{section.key}-{number}"
+                save_figure(picture.figure, Path(folder), name, picture.svg)
 
 
 def environment() -> dict[str, Any]:

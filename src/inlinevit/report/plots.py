@@ -46,8 +46,8 @@ class Line:
             axes.fill_between(self.x, self.low, self.high, color=self.style.color, alpha=0.15, linewidth=0)
         (handle,) = axes.plot(self.x, self.y, **look)
         for x, y, note in zip(self.x, self.y, self.notes, strict=False):
-            place = {"textcoords": "offset points", "xytext": (6, -10)}
-            axes.annotate(note, (x, y), **place, color=self.style.color, fontsize=9)
+            color = self.style.color
+            axes.annotate(note, (x, y), textcoords="offset points", xytext=(6, -10), color=color, fontsize=9)
         return handle
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.container import Container
 from matplotlib.figure import Figure, FigureBase
 
 from ..utils.atomic import atomic_write_bytes
@@ -113,7 +114,7 @@ def _shade(color: str, number: int) -> str:
     return to_hex((red, green, blue))
 
 
-def add_legend(figure: FigureBase, handles: Sequence[Artist], width: float = WIDTH) -> None:
+def add_legend(figure: FigureBase, handles: Sequence[Artist | Container], width: float = WIDTH) -> None:
     """Add a legend above a figure that is `width` inches wide."""
     columns = legend_columns([str(handle.get_label()) for handle in handles], width)
     figure.legend(handles=list(handles), loc="outside upper center", ncols=columns, fontsize=9, handlelength=3)
@@ -133,9 +134,16 @@ def svg_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def save_figure(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure as NAME.svg and NAME.png."""
-    atomic_write_bytes(folder / f"{name}.svg", svg_bytes(figure))
+def save_figure(figure: Figure, folder: Path, name: str, svg: bytes | None = None) -> None:
+    """Write a figure as NAME.svg and NAME.png.
+
+    Args:
+        figure: The figure.
+        folder: The folder.
+        name: The name.
+        svg: svg_bytes(figure), if it is known.
+    """
+    atomic_write_bytes(folder / f"{name}.svg", svg_bytes(figure) if svg is None else svg)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=PNG_DPI, bbox_inches="tight")
     atomic_write_bytes(folder / f"{name}.png", buffer.getvalue())

@@ -16,7 +16,7 @@ def masking_section(analyses: Sequence[Analysis], styles: Styles) -> Section:
         return Section("masking", title, notes, {"verdict": None, "models": {}})
     verdict = masking_verdict(analyses)
     sides = sorted({masked.side for one in found.values() for masked in one.masked})
-    ways = {(side, hidden): MISSING for side in sides for hidden in ("near", "random")}
+    ways: dict[tuple[int, str], str] = {(side, hidden): MISSING for side in sides for hidden in ("near", "random")}
     rows = []
     for name, one in found.items():
         cells = {**ways, **{(masked.side, masked.hidden): f"{masked.top1:.1f}" for masked in one.masked}}
