@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from inlinevit import cli
-from inlinevit.benchmark.measure import Measurement, Results
 from inlinevit.benchmark.report import write_report
+from inlinevit.benchmark.results import Measurement, Results
 from inlinevit.benchmark.timing import Quartiles
 from tests import ROOT
 

@@ -1,4 +1,4 @@
-"""Locality: the attention that a query gives its own 3×3 neighbourhood."""
+"""Locality: the weight of the 3×3 neighbourhood of each query."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -12,16 +12,16 @@ from .layer import Layer
 
 @dataclass
 class LayerLocality:
-    """What was found in one layer, averaged over the queries of the map, heads and images.
+    """Locality of one layer: means over the queries of the feature map, heads and images.
 
     Attributes:
-        layer: The layer's name.
-        size: (H, W) of the map.
-        uniform: What attention that is the same everywhere would give: 9 / tokens, less at borders.
-        attention: The weights of a query's neighbourhood, summed, without any convolution that the layer adds.
-        total: The same with it: with InLine's local residual, for instance.
-        attention_share: The share of the neighbourhood in the absolute weights of the row, without the convolution.
-        total_share: The same with it.
+        layer: Name of the layer.
+        size: (H, W) of the feature map.
+        uniform: The neighbourhood's weight in uniform attention: 9 / tokens, less at borders.
+        attention: Sum of the weights of the neighbourhood, without any convolution that the layer adds.
+        total: The same with the convolution, such as InLine's local residual.
+        attention_share: The neighbourhood's fraction of the absolute weights, without the convolution.
+        total_share: The same with the convolution.
     """
 
     layer: str
@@ -34,12 +34,12 @@ class LayerLocality:
 
 
 def measure_locality(model: nn.Module, batches: Iterable[Tensor], *, side: int = 3) -> list[LayerLocality]:
-    """How local each layer is, from the first to the last. Layers whose keys are of a reduced map are left out.
+    """Return the locality of each layer. Layers whose keys come from a reduced feature map are left out.
 
     Args:
         model: See watch.
         batches: Images (batch, channels, H, W), all of one size.
-        side: Side of the neighbourhood, odd.
+        side: Side length of the neighbourhood, odd.
     """
     sums: dict[str, tuple[LayerLocality, int]] = {}
 
@@ -55,14 +55,14 @@ def measure_locality(model: nn.Module, batches: Iterable[Tensor], *, side: int =
 
 
 def layer_locality(layer: Layer, side: int = 3) -> LayerLocality:
-    """How local a layer is.
+    """Return the locality of a layer.
 
     Args:
-        layer: Which one; its keys are the tokens of the map.
-        side: Side of the neighbourhood, odd.
+        layer: A layer whose keys are the tokens of the feature map.
+        side: Side length of the neighbourhood, odd.
     """
     totals = torch.zeros(5, dtype=torch.float64)
-    # Padding is no token that attention could be spread over.
+    # Padding gets no attention.
     tokens = layer.is_real.sum(dim=1)
     for first, last in layer.pieces():
         near, is_query = layer.near(first, last, side), layer.places[:, first:last] >= 0
@@ -80,14 +80,14 @@ def layer_locality(layer: Layer, side: int = 3) -> LayerLocality:
 
 
 def near_sum(rows: Tensor, near: Tensor, is_query: Tensor) -> Tensor:
-    """The weights of all neighbourhoods, summed; of rows (batch · windows, heads, queries, tokens)."""
+    """Return the sum of the weights of all neighbourhoods; rows are (batch · windows, heads, queries, tokens)."""
     return ((rows * near).sum(dim=-1) * is_query).sum()
 
 
 def weighted_mean(one: LayerLocality, weight: int, other: LayerLocality, other_weight: int) -> LayerLocality:
-    """The mean of what was found in two batches of images."""
+    """Return the mean of two batches of images."""
     if one.size != other.size:
-        raise ValueError(f"{one.layer} has maps of {one.size} and {other.size}: use images of one size")
+        raise ValueError(f"{one.layer} has feature maps of {one.size} and {other.size}: use images of one size")
     names = [field.name for field in fields(LayerLocality)[2:]]
     total = weight + other_weight
     means = {name: (weight * vars(one)[name] + other_weight * vars(other)[name]) / total for name in names}
