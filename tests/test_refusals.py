@@ -295,6 +295,7 @@ COMMANDS = [
     ("reproduce --list nothing", "there is no study called 'nothing'"),
     ("models --json --markdown", "not allowed with argument"),
     ("detect eval --results a.json --precision bf16", "leave out --precision, or --results"),
+    ("detect eval --results a.json --data.workers 2", "leave out --data.workers, or --results"),
     (
         "detect eval --data.path a --data.eval_annotations b --data.eval_folder c --results d",
         "data.path would not be used",

@@ -328,6 +328,8 @@ def test_batches_that_a_plan_cannot_deal_out() -> None:
         BatchPlan.first(3, processes=5).resumed(progress, 1)
     with pytest.raises(ValueError, match=r"batches of up to 4 \(multiples of 2\) cannot share equally"):
         BatchPlan.first(4, processes=4).resumed(progress, 2)
+    with pytest.raises(ValueError, match=r"0 samples in a step, which 1 processes .* cannot share equally"):
+        BatchPlan.first(4).resumed(Progress(total_batch=0), 1)
     with pytest.warns(UserWarning, match="on 3 processes, that is 2 batches of 2 each"):
         plan = BatchPlan.first(3, processes=3).resumed(progress, 2)
     assert (plan.batch_size, plan.grad_accum_steps, plan.total_batch) == (2, 2, 12)

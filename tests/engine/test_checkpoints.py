@@ -1,5 +1,6 @@
 import json
 import os
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,13 @@ PROGRESSES: dict[str, Any] = {
     **{
         f"{name} {value!r}": {**asdict(BEFORE), name: value}
         for name, values in {
-            "step": (-1, 2.0, True, "3", None, 10**30),
+            "step": (-1, 2.0, True, "3", None, 10**30, 2, 4),
             "evaluated_step": (-1, 4, None),
             "metrics": (None, {"a": None}, {"a": True}),
             "best": ("1", float("nan"), False),
             "best_step": (-1, 1.5, 4),
             "loss_sum": (None, float("inf"), "0"),
-            "loss_count": (-1, 0.5),
+            "loss_count": (-1, 0.5, 4),
             "total_batch": (-1, None),
             "steps_per_epoch": (-1, [3]),
             "processes": (0, -1, "2"),
@@ -149,7 +150,7 @@ PROGRESSES: dict[str, Any] = {
 def test_edited_progress_is_refused(tmp_path: Path, case: str) -> None:
     path = save(CheckpointFolder(tmp_path), 3)
     edit(path, "progress.json", json.dumps(PROGRESSES[case]).encode())
-    with pytest.raises(ValueError, match=r"^progress.json (has|should have) "):
+    with pytest.raises(ValueError, match=r"^progress.json (has|should have|is of step) "):
         read_progress(path)
     problem = damage(path)
     assert problem is not None
@@ -240,6 +241,21 @@ def test_last_and_best_are_kept(tmp_path: Path) -> None:
     save(folder, 7, best_step=7)
     assert names(folder) == ["best", "step-00000006", "step-00000007"]
     assert folder.best.resolve() == tmp_path / "step-00000007"
+
+
+def test_what_lies_beside_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1)
+    # What an evaluation of a sharded checkpoint leaves, and somebody's copy.
+    (tmp_path / "step-00000001.safetensors").touch()
+    (tmp_path / "step-00000001-kept").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert folder.newest_good() == tmp_path / "step-00000001"
+    folder.note_evaluation(Progress(step=1, evaluated_step=1))
+    assert names(folder) == ["step-00000001", "step-00000001-kept", "step-00000001.safetensors"]
+    save(folder, 2)
+    assert names(folder) == ["step-00000001-kept", "step-00000001.safetensors", "step-00000002"]
 
 
 def test_run_that_goes_another_way(tmp_path: Path) -> None:

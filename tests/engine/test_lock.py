@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -112,6 +113,26 @@ def test_a_killed_run_is_resumed_and_its_lock_reported(server: Server, reference
     forked = server.run(settings(output))
     assert "is stale: process" in forked.printed
     assert_same_run(output, reference)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_the_lock_of_another_program_is_kept(tmp_path: Path, resume: str) -> None:
+    (tmp_path / RUN_LOCK).write_text("mine")
+    with pytest.raises(ValueError, match="is not the lock of a training run and would be replaced: choose another"):
+        make_trainer(settings(tmp_path, run__resume=resume))
+    assert (tmp_path / RUN_LOCK).read_text() == "mine"
+
+
+@pytest.mark.parametrize("output", [".", "checkpoints/.."])
+def test_a_folder_that_cannot_be_renamed_by_its_name(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    shutil.copytree(reference, tmp_path / "run", symlinks=True)
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"cannot be renamed under this name, .*: write --run\.output /.*/run from"):
+        make_trainer(settings(Path(output), run__resume="never"))
+    assert os.listdir(tmp_path) == ["run"]
+    assert not (tmp_path / "run" / RUN_LOCK).exists()
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "config.yaml", "notes/a.txt"])

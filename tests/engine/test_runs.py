@@ -9,7 +9,7 @@ import yaml
 
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
 from inlinevit.engine.config import AnyConfig, from_plain, to_plain
-from inlinevit.engine.runs import load_config, run_weights
+from inlinevit.engine.runs import is_run, load_config, run_weights
 from inlinevit.tasks.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
 from inlinevit.tasks.detection.config import DetectionConfig
 from inlinevit.tasks.segmentation.config import SegmentationConfig
@@ -70,5 +70,17 @@ def test_which_weights_are_meant(tmp_path: Path) -> None:
     (older / "ema.safetensors").write_bytes(b"spoilt")
     with pytest.raises(ValueError, match="best cannot be used"):
         run_weights(tmp_path, "best")
+    with pytest.raises(ValueError, match=r"step-00000001 cannot be used \(ema\.safetensors has changed"):
+        run_weights(tmp_path, str(older))
+    with pytest.raises(ValueError, match="the checkpoint is empty"):
+        run_weights(tmp_path, "")
     with pytest.raises(FileNotFoundError, match="holds no"):
         run_weights(tmp_path, str(tmp_path / "checkpoints"))
+
+
+def test_checkpoints_of_others_make_no_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-1000.ckpt").touch()
+    assert not is_run(tmp_path)
+    (tmp_path / "checkpoints" / "step-00001000").mkdir()
+    assert is_run(tmp_path)

@@ -116,6 +116,14 @@ def test_resume_from_an_earlier_checkpoint_of_the_same_run(tmp_path: Path) -> No
     assert max(line["step"] for line in metric_lines(output)) == 12
 
 
+def test_settings_of_the_optimizer_are_not_those_of_the_checkpoint(tmp_path: Path) -> None:
+    make_trainer(settings(tmp_path / "run", schedule__epochs=1)).run()
+    path = tmp_path / "run" / "checkpoints" / "step-00000006"
+    trainer = make_trainer(settings(tmp_path / "other", run__resume=str(path), optimizer__weight_decay=0.25))
+    trainer.run()
+    assert {group["weight_decay"] for group in trainer.optimizer.optimizer.param_groups} == {0.0, 0.25}
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -67,7 +67,7 @@ class BatchPlan:
         if self.total_batch != progress.total_batch:
             share, left = divmod(progress.total_batch, self.processes)
             sizes = [size for size in range(multiple, self.batch_size + 1, multiple) if share % size == 0]
-            if left or not sizes:
+            if left or not share or not sizes:
                 raise ValueError(
                     f"the run has {progress.total_batch} samples in a step, which {self.processes} processes with "
                     f"batches of up to {self.batch_size} (multiples of {multiple}) cannot share equally: use a number "

@@ -32,6 +32,8 @@ UNFINISHED = ".unfinished-"
 EVALUATION_FIELDS = ("evaluated_step", "metrics", "best", "best_step")
 # The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
 TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
+# What the folder of a checkpoint is called; whatever else lies beside them is not ours.
+CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
 # No field of progress.json is larger.
 LARGEST_COUNT = 2**53
@@ -197,7 +199,9 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """The checkpoints by step, newest first."""
-        return sorted(self.folder.glob("step-*"), reverse=True)
+        return sorted(
+            (path for path in self.folder.glob("step-*") if CHECKPOINT_NAME.fullmatch(path.name)), reverse=True
+        )
 
     def clean(self) -> None:
         """Remove what killed runs have left unfinished."""
@@ -334,6 +338,9 @@ def read_progress(path: Path) -> Progress:
         ValueError: The file is not valid.
     """
     progress = _checked_progress(_read_json(path / PROGRESS), PROGRESS)
+    name = path.resolve().name
+    if CHECKPOINT_NAME.fullmatch(name) and int(name.removeprefix("step-")) != progress.step:
+        raise ValueError(f"{PROGRESS} is of step {progress.step}, but its folder is {name}")
     if EVALUATION not in read_manifest(path):
         # The run ended before or during the evaluation, which will be made up for.
         return progress
@@ -368,6 +375,8 @@ def _checked_progress(content: Any, name: str) -> Progress:
             raise ValueError(f"{name} has {key} {content[key]!r:.80}, which is not a valid value")
     if content["processes"] < 1:
         raise ValueError(f"{name} has processes 0, which is not a valid value")
+    if content["loss_count"] > step:
+        raise ValueError(f"{name} has losses of {content['loss_count']} steps, but is at step {step}")
     if content["evaluated_step"] > step or (best_step or 0) > step:
         raise ValueError(f"{name} has an evaluation of a later step than {step}, its own")
     if (best is None) != (best_step is None):

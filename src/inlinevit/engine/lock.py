@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from ..utils.files import open_regular
+
 RUN_LOCK = ".lock"
 # Folders, by device and inode: fcntl's locks do not exclude runs of the same process from each other.
 _HELD: set[tuple[int, int]] = set()
@@ -109,6 +111,17 @@ class RunLock:
             self.stream.close()
             self.stream = None
             _HELD.discard(self.key)
+
+
+def is_foreign_lock(folder: Path) -> bool:
+    """Whether a folder has a lock file that says something, but not which process has written it."""
+    try:
+        with open_regular(folder / RUN_LOCK) as stream:
+            owner = _read_owner(stream)
+    except OSError:
+        # There is none, or taking the lock tells what is wrong with it.
+        return False
+    return owner is not None and not {"host", "pid"} <= owner.keys()
 
 
 def _read_owner(stream: IO[bytes]) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from .checkpoints import MANIFEST, CheckpointFolder, Progress, damage, set_aside
 from .config import TrainConfig, check_unchanged, read_plain, to_plain
 from .distributed import run_on_all, run_on_main
 from .lock import RUN_LOCK, RunLock
-from .runs import RUN_CHECKPOINTS, RUN_CONFIG, check_free_folder, check_run_folder
+from .runs import RUN_CHECKPOINTS, RUN_CONFIG, check_free_folder, check_lock_file, check_run_folder
 from .state import is_sharded, pack, restore, save_shards
 
 
@@ -47,6 +47,7 @@ class RunFolder:
         """
         if not self.path.is_dir():
             return self._choose_checkpoint()
+        check_lock_file(self.path)
         with RunLock(self.path):
             return self._choose_checkpoint()
 
@@ -80,6 +81,7 @@ class RunFolder:
     def _claim(self) -> None:
         """Take the folder, and rename what was in it if the run is to start over."""
         make_output_dir(self.path)
+        check_lock_file(self.path)
         lock = RunLock(self.path)
         lock.acquire()
         resume = self.config.run.resume

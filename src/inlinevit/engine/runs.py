@@ -8,9 +8,10 @@ import torch
 
 from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_yaml
+from ..utils.validation import require
 from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
 from .config import AnyConfig, from_plain
-from .lock import RUN_LOCK
+from .lock import RUN_LOCK, is_foreign_lock
 
 RUN_CONFIG = "config.yaml"
 RUN_WEIGHTS = "model.safetensors"
@@ -34,7 +35,7 @@ RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *TASKS)
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a training run."""
-    if (folder / RUN_CHECKPOINTS).is_dir() and next((folder / RUN_CHECKPOINTS).glob("step-*"), None):
+    if CheckpointFolder(folder / RUN_CHECKPOINTS).paths():
         return True
     try:
         config = read_yaml(folder / RUN_CONFIG)
@@ -47,10 +48,23 @@ def check_run_folder(folder: Path) -> None:
     """Refuse to rename a folder that is not that of a training run: it may hold anything."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --run.output")
+    if folder.name in ("", ".."):
+        raise ValueError(
+            f"{folder} cannot be renamed under this name, as --run.resume never does: write --run.output "
+            f"{os.path.realpath(folder)} from another folder"
+        )
     if folder.is_dir() and set(os.listdir(folder)) > {RUN_LOCK} and not is_run(folder):
         raise ValueError(
             f"{folder} is not the folder of a training run, so --run.resume never does not rename it: choose another "
             "--run.output"
+        )
+
+
+def check_lock_file(folder: Path) -> None:
+    """Refuse a folder whose lock would replace the file of another program."""
+    if is_foreign_lock(folder) and not is_run(folder):
+        raise ValueError(
+            f"{folder / RUN_LOCK} is not the lock of a training run and would be replaced: choose another --run.output"
         )
 
 
@@ -120,12 +134,15 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
             raise FileNotFoundError(f"{run} holds neither {RUN_WEIGHTS} nor a good checkpoint: train on, or anew")
         warnings.warn(f"the run in {run} is not finished: using its checkpoint {newest.name}", stacklevel=2)
         return _weights_in(newest)
-    if checkpoint != BEST:
-        return _weights_in(Path(checkpoint)) if Path(checkpoint).is_dir() else Path(checkpoint)
-    problem = damage(folder.best)
+    require(bool(checkpoint.strip()), "the checkpoint is empty: name one, or leave it out")
+    chosen = folder.best if checkpoint == BEST else Path(checkpoint)
+    if checkpoint != BEST and not chosen.is_dir():
+        return chosen
+    # Weights may lie in any folder; one with a manifest is a checkpoint, and its files are to be as they were written.
+    problem = damage(chosen) if checkpoint == BEST or (chosen / MANIFEST).exists() else None
     if problem is not None:
-        raise ValueError(f"{folder.best} cannot be used ({problem}): choose another checkpoint")
-    return _weights_in(folder.best)
+        raise ValueError(f"{chosen} cannot be used ({problem}): choose another checkpoint")
+    return _weights_in(chosen)
 
 
 def _weights_in(checkpoint: Path) -> Path:

@@ -27,6 +27,8 @@ from .checkpoints import FileEntry, pack_state, pack_weights, read_state, read_w
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
+# What an optimizer keeps of a run's settings: those of this run count, and not those that a checkpoint tells.
+SETTINGS = ("betas", "eps", "initial_lr", "lr_scale", "momentum", "weight_decay")
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -199,11 +201,22 @@ def _fitting(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             name: _like(expected.get(name, torch.empty(shapes[index])), value, f"{name} of parameter {index}")
             for name, value in values.items()
         }
+        _check_steps({f"{name} of parameter {index}": value for name, value in values.items() if name == "step"})
     return {**fitting, "state": checked}
+
+
+def _check_steps(steps: Mapping[str, Any]) -> None:
+    """Refuse numbers of steps that no optimizer can have taken; they are numbers or tensors, by name."""
+    for name, value in steps.items():
+        step = float(value)
+        if not math.isfinite(step) or step < 0:
+            raise ValueError(f"{name} is {step:g}, which is not a number of steps")
 
 
 def _like(own: Any, given: Any, name: str) -> Any:
     """What was read, if it is of the same type and shape as our own value; lists are made tuples where ours are.
+
+    Numbers and tensors may differ in their values, all else may not. Of SETTINGS, our own values are given.
 
     Args:
         own: Our value.
@@ -218,7 +231,9 @@ def _like(own: Any, given: Any, name: str) -> Any:
     if isinstance(own, Mapping):
         if not isinstance(given, dict) or given.keys() != own.keys():
             raise ValueError(f"{name} should have {', '.join(map(str, own))}")
-        return {key: _like(own[key], given[key], f"{name} {key}") for key in own}
+        checked = {key: _like(own[key], given[key], f"{name} {key}") for key in own}
+        # Where parameters have names, settings are called param_groups.NAME.betas.
+        return {key: own[key] if str(key).rpartition(".")[2] in SETTINGS else checked[key] for key in own}
     if isinstance(own, list | tuple):
         if not isinstance(given, list) or len(given) != len(own):
             raise ValueError(f"{name} should have {len(own)} entries")
@@ -229,7 +244,7 @@ def _like(own: Any, given: Any, name: str) -> Any:
         if math.isinf(given) and not math.isinf(own):
             raise ValueError(f"{name} is {given!r:.40} in place of a finite number")
         return given
-    if type(given) is not type(own):
+    if type(given) is not type(own) or given != own:
         raise ValueError(f"{name} is {given!r:.40} in place of {own!r:.40}")
     return given
 
@@ -288,6 +303,11 @@ def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Acce
     except ValueError as error:
         raise _misfit(path, error) from None
     read_shards(path, tensors)
+    steps = {name: value for name, value in tensors.items() if name.startswith("optimizer.") and name.endswith(".step")}
+    try:
+        _check_steps(steps)
+    except ValueError as error:
+        raise _misfit(path, error) from None
     weights, states = (
         {name.removeprefix(prefix): cast(Any, value) for name, value in tensors.items() if name.startswith(prefix)}
         for prefix in ("model.", "optimizer.")

@@ -165,6 +165,21 @@ def require_floats(weights: dict[str, Tensor], path: str | Path) -> None:
             )
 
 
+def require_finite(weights: dict[str, Tensor], path: str | Path) -> None:
+    """Refuse weights that are not finite numbers: a model would answer nonsense without a word.
+
+    Args:
+        weights: Weights by name.
+        path: Their file, for messages.
+    """
+    for name, value in weights.items():
+        if value.dtype in FLOATS and not value.isfinite().all():
+            raise ValueError(
+                f"{path} holds weights that are not finite numbers, such as {one_line(name)}: choose others, such as "
+                "those of an earlier checkpoint"
+            )
+
+
 def classes_of_head(weights: dict[str, Tensor], head: str, path: str | Path) -> int | None:
     """For how many classes weights have a head.
 

@@ -330,6 +330,16 @@ def test_command_under_torchrun(run_folder: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["images"] == 6
 
 
+def test_names_do_not_steer_the_terminal(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["\x1b[31mant", "\x1b[31mbee"]
+    (Path(run_folder) / "classes.json").write_text(json.dumps(names))
+    images = image_folder(tmp_path / "images", names)
+    evaluate_command(run_folder, ClassificationDataOptions(path=str(images), workers=0))
+    printed = capsys.readouterr().out
+    assert "?[31m" in printed
+    assert "\x1b[31m" not in printed
+
+
 def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     data = ClassificationDataOptions(workers=0)

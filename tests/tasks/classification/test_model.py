@@ -226,6 +226,18 @@ def test_a_run_whose_configuration_never_ends_is_refused(tmp_path: Path) -> None
         load_classifier(str(run))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    model = make_run(tmp_path / "run", None)
+    with torch.no_grad():
+        model.get_parameter("head.bias")[1] = value
+    save(model, tmp_path / "run" / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"holds weights that are not finite numbers, such as head\.bias: choose others"
+    ):
+        load_classifier(str(tmp_path / "run"))
+
+
 def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save(make_run(run, ["ant", "bee"]), run / "model.safetensors")

@@ -31,8 +31,9 @@ from inlinevit.tasks.detection.evaluate import (
     evaluate_command,
     evaluation_data,
     match_categories,
+    print_tables,
 )
-from inlinevit.tasks.detection.metrics import NUMBERS
+from inlinevit.tasks.detection.metrics import NUMBERS, CategoryPrecision, DetectionEvaluation
 from tests.tasks.detection.runs import make_run
 
 
@@ -170,9 +171,7 @@ def test_stored_results_give_the_same_numbers(
 ) -> None:
     evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "model"))
     files = [str(tmp_path / "model" / f"results_{kind}.json") for kind in ("bbox", "segm")]
-    evaluate_command(
-        None, DetectionDataOptions(path=data.path, workers=0), output=str(tmp_path / "stored"), results=files
-    )
+    evaluate_command(None, DetectionDataOptions(path=data.path), output=str(tmp_path / "stored"), results=files)
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
     assert {**model, "run": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))
@@ -198,6 +197,15 @@ def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> 
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
             evaluate_command(run, DetectionDataOptions(), precision="fp16")
+
+
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = dict.fromkeys(NUMBERS, 0.5)
+    one = CategoryPrecision(Category(1, "\x1b[31mred"), 3, 0.5, 0.5)
+    print_tables(DetectionEvaluation(numbers, numbers, [one], 1), "a model")
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b[31m" not in printed
 
 
 SCRIPT = """

@@ -165,6 +165,16 @@ def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, t
             evaluation_labels(segmenter, replace(data, labels=str(file)))
 
 
+@pytest.mark.parametrize("count", [2, 30])
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str], count: int) -> None:
+    labels = ade_labels(count)
+    labels.classes[0] = replace(labels.classes[0], name="\x1b[31mred")
+    print_tables(SegmentationEvaluation(torch.eye(count, dtype=torch.int64), 1), labels, ["a model"])
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b[31m" not in printed
+
+
 def test_with_many_classes_the_worst_and_the_best_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     confusion = torch.diag(torch.arange(30))
     confusion[:, 7] += 1

@@ -51,6 +51,15 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         load_segmenter(str(run), checkpoint=str(other / "model.safetensors"))
 
 
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    weights = make_run(tmp_path / "run")
+    name = next(name for name in weights if name.endswith("weight"))
+    weights[name].view(-1)[3] = torch.nan
+    (tmp_path / "nan.safetensors").write_bytes(pack_weights(weights))
+    with pytest.raises(ValueError, match=rf"holds weights that are not finite numbers, such as {name}: choose others"):
+        load_segmenter(str(tmp_path / "run"), checkpoint=str(tmp_path / "nan.safetensors"))
+
+
 def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from ...data.images import printable
 from ...engine.outputs import check_output_folder
 from ...engine.setup import make_eval_accelerator
 from ...engine.state import unsharded
@@ -259,7 +260,7 @@ def _print_tables(outcome: Evaluation, classifier: ClassificationPredictor) -> N
         table.add_column(heading, justify="right" if heading == "%" else "left")
     worst, best = ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN]
     for (low, poor), (high, good) in zip(worst, best, strict=True):
-        table.add_row(Text(names[poor]), f"{low:.1f}", Text(names[good]), f"{high:.1f}")
+        table.add_row(Text(printable(names[poor])), f"{low:.1f}", Text(printable(names[good])), f"{high:.1f}")
     console.print(table)
 
 

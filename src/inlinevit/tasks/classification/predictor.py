@@ -11,7 +11,7 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from ...engine.runs import RUN_CLASSES, RUN_CONFIG, load_config, run_weights
-from ...models._weight_files import read_state_dict
+from ...models._weight_files import read_state_dict, require_finite
 from ...utils.files import read_json
 from ...utils.validation import require
 from .config import ClassificationConfig, ModelConfig
@@ -79,6 +79,7 @@ def load_classifier(
     num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0)
     if file is not None:
         weights = read_state_dict(file)
+        require_finite(weights, file)
         num_classes = classes_of_weights(config.name, weights, file) or num_classes
         if channels_of_weights(config.name, weights) == 1:
             config = dataclasses.replace(config, in_chans=1)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from ...data.images import printable
 from ...engine.outputs import check_output_folder
 from ...engine.runs import run_config
 from ...engine.setup import make_eval_accelerator
@@ -164,6 +165,7 @@ def evaluate_command(
     without_model = "results are evaluated without a model: leave out --{}, or --results"
     require(not results or checkpoint is None, without_model.format("checkpoint"))
     require(not results or precision == "no", without_model.format("precision"))
+    require(not results or data.workers is None, without_model.format("data.workers"))
     accelerator = make_eval_accelerator(precision)
     chosen = evaluation_data(run, data)
     source = open_coco(chosen, training=False)
@@ -237,7 +239,9 @@ def print_tables(outcome: DetectionEvaluation, title: str) -> None:
     for heading in ("worst", "%", "best", "%"):
         table.add_column(heading, justify="right" if heading == "%" else "left")
     for (low, poor), (high, good) in zip(ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN], strict=True):
-        table.add_row(Text(poor.category.name), _percent(low), Text(good.category.name), _percent(high))
+        table.add_row(
+            Text(printable(poor.category.name)), _percent(low), Text(printable(good.category.name)), _percent(high)
+        )
     console.print(table)
 
 

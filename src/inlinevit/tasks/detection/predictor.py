@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from ...engine.runs import RUN_CATEGORIES, run_config, run_weights
-from ...models._weight_files import read_state_dict
+from ...models._weight_files import read_state_dict, require_finite
 from ...models.factory import load_weights
 from ...utils.files import read_json
 from .coco import Category
@@ -42,6 +42,7 @@ def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredic
     categories = read_categories(Path(run) / RUN_CATEGORIES)
     file = run_weights(Path(run), checkpoint)
     weights = read_state_dict(file)
+    require_finite(weights, file)
     # Everything is in the file: nothing is fetched.
     bare = replace(config, pretrained=False, checkpoint=None, drop_path_rate=0.0)
     model = build_detector(bare, config.num_classes or len(categories))

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from ...data.images import printable
 from ...engine.outputs import check_output_folder
 from ...engine.setup import make_eval_accelerator
 from ...engine.state import unsharded
@@ -170,14 +171,14 @@ def print_tables(outcome: SegmentationEvaluation, labels: LabelMap, title: list[
         for heading in ("IoU %", "accuracy %"):
             table.add_column(heading, justify="right")
         for iou, accuracy, name in rows:
-            table.add_row(Text(name), _percent(iou), _percent(accuracy))
+            table.add_row(Text(printable(name)), _percent(iou), _percent(accuracy))
     else:
         ranked = sorted((iou, name) for iou, _, name in rows if not math.isnan(iou))
         table = Table(title="classes, IoU")
         for heading in ("worst", "%", "best", "%"):
             table.add_column(heading, justify="right" if heading == "%" else "left")
         for (low, poor), (high, good) in zip(ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN], strict=True):
-            table.add_row(Text(poor), _percent(low), Text(good), _percent(high))
+            table.add_row(Text(printable(poor)), _percent(low), Text(printable(good)), _percent(high))
     console.print(table)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from ...engine.runs import RUN_LABELS, run_config, run_weights
-from ...models._weight_files import read_state_dict
+from ...models._weight_files import read_state_dict, require_finite
 from ...models.factory import load_weights
 from ...utils.files import read_json
 from ..backbone import mean_and_std
@@ -46,6 +46,7 @@ def load_segmenter(run: str, *, checkpoint: str | None = None) -> SegmentationPr
     labels = read_run_labels(Path(run) / RUN_LABELS)
     file = run_weights(Path(run), checkpoint)
     weights = read_state_dict(file)
+    require_finite(weights, file)
     # Everything is in the file: nothing is fetched.
     bare = replace(config.model, pretrained=False, checkpoint=None, drop_path_rate=0.0)
     model = build_segmenter(bare, len(labels.classes))
