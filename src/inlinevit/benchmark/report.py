@@ -1,5 +1,6 @@
 """Benchmark results in a terminal, as a report and in Markdown; all of them are made from the record in JSON."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -55,7 +56,7 @@ def write_report(results: Results, folder: Path, name: str) -> Path:
     title = f"inlinevit bench {results.what}" if is_bench else "Models before and after"
     measured = BENCHES[results.what].help if is_bench else f"the models and those of {results.settings['revision']}"
     report = Report(title, f"Measured: {measured}.")
-    report.add(Section("benchmark", name, make_blocks(results), results.record()))
+    report.add(Section("benchmark", name, make_blocks(results), asdict(results)))
     page = report.write(folder, name)
     # A new figure, because matplotlib moves some elements each time it saves one.
     save_figure(make_figure(results)[0], folder, name)

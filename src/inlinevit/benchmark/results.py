@@ -1,8 +1,7 @@
 """Measurements, and the JSON records that tables and figures are made from."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +98,12 @@ class Results:
                 found.setdefault(one.name, []).append(one)
         return found
 
-    def record(self) -> dict[str, Any]:
-        """Return the results as JSON values."""
-        return asdict(self)
-
 
 def read_results(path: Path) -> tuple[Results, dict[str, Any]]:
     """Read a JSON file of report.write_report: the results, and the date and versions."""
     content = json.loads(path.read_text())
     record = content["sections"]["benchmark"]
-    record["measurements"] = measurements_of(record["measurements"])
+    record["measurements"] = [
+        Measurement(**{**one, "seconds": Quartiles(*one["seconds"])}) for one in record["measurements"]
+    ]
     return Results(**record), {"created": content["created"], "versions": content["versions"]}
-
-
-def measurements_of(records: Sequence[dict[str, Any]]) -> list[Measurement]:
-    """Return the measurements of Results.record()."""
-    return [Measurement(**{**record, "seconds": Quartiles(*record["seconds"])}) for record in records]

@@ -137,13 +137,13 @@ def test_runs_of_another_command_are_left_to_it(
     assert "1 are being trained by another process: softmax-seed0" in capfd.readouterr().err
 
 
-def test_board_on_a_terminal(small_studies: dict[str, Study]) -> None:
+def test_progress_on_a_terminal(small_studies: dict[str, Study]) -> None:
     runs = command.plan({"first": 2})
-    board = command.Board(runs, {run.name: None for run in runs})
-    board.update(runs[0], None, None)
-    board.update(runs[1], Ended("failed", "why"), None)
-    board.update(runs[2], Ended("finished"), command.Outcome(top1=12.5))
-    table = board.table()
+    progress = command.ProgressTable(runs, {run.name: None for run in runs})
+    progress.update(runs[0], None, None)
+    progress.update(runs[1], Ended("failed", "why"), None)
+    progress.update(runs[2], Ended("finished"), command.Outcome(top1=12.5))
+    table = progress.table()
     assert [list(column.cells) for column in table.columns] == [
         ["softmax", "linear"],
         ["training", "failed"],
@@ -215,11 +215,11 @@ def test_worker_ends_when_its_connection_closes() -> None:
 @pytest.mark.slow
 def test_process_that_dies_is_one_failed_run() -> None:
     """The others get a new process."""
-    told: list[tuple[int, Ended | None]] = []
-    group = workers.Workers([Deadly(), Deadly()], 1, lambda place, ended: told.append((place, ended)))  # type: ignore[list-item]
+    updates: list[tuple[int, Ended | None]] = []
+    group = workers.Workers([Deadly(), Deadly()], 1, lambda place, ended: updates.append((place, ended)))  # type: ignore[list-item]
     group.run()
     code = Ended("failed", "its process ended with code 3")
-    assert told == [(0, None), (0, code), (1, None), (1, code)]
+    assert updates == [(0, None), (0, code), (1, None), (1, code)]
 
 
 class Deadly:

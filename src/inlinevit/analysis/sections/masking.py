@@ -19,7 +19,9 @@ def masking_section(analyses: Sequence[Analysis], styles: Styles) -> Section:
     ways: dict[tuple[int, str], str] = {(side, hidden): MISSING for side in sides for hidden in ("near", "random")}
     rows = []
     for name, one in found.items():
-        cells = {**ways, **{(masked.side, masked.hidden): f"{masked.top1:.1f}" for masked in one.masked}}
+        cells = dict(ways)
+        for masked in one.masked:
+            cells[masked.side, masked.hidden] = f"{masked.top1:.1f}"
         rows.append((name, str(one.images), f"{one.top1:.1f}", *cells.values()))
     words = {"near": "hidden", "random": "random tokens hidden"}
     headings = ("model", "images", "nothing hidden", *(f"{side}×{side} {words[hidden]}" for side, hidden in ways))

@@ -45,12 +45,12 @@ def run_studies(
         gathered.write(folder / RECORD)
         return gathered
 
-    with Board(runs, outcomes) as board:
+    with ProgressTable(runs, outcomes) as progress:
 
         def update(place: int, ended: Ended | None) -> None:
             run = missing[place]
             finished = ended is not None and ended.how == "finished"
-            board.update(run, ended, read_outcome(folder / run.name) if finished else None)
+            progress.update(run, ended, read_outcome(folder / run.name) if finished else None)
             if finished:
                 record()
 
@@ -58,7 +58,7 @@ def run_studies(
             Workers([configs[run.name] for run in missing], jobs, update).run()
     final = record()
     show(studies, final)
-    return board.conclude(final, folder / RECORD)
+    return progress.conclude(final, folder / RECORD)
 
 
 def check_folder(folder: Path, configs: Mapping[str, ClassificationConfig], steps: int) -> None:
@@ -86,7 +86,7 @@ def check_data(data: str | None, config: ClassificationConfig) -> None:
     Classification(config)
 
 
-class Board:
+class ProgressTable:
     """The progress of all runs: a live table on a terminal, or one line per run elsewhere.
 
     Args:
@@ -103,7 +103,7 @@ class Board:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.table, transient=True)
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "ProgressTable":
         self.console.print(f"{len(self.finished)} of {len(self.runs)} runs are finished")
         if self.console.is_terminal and len(self.finished) < len(self.runs):
             self.live.start(refresh=True)

@@ -28,11 +28,6 @@ class Model:
     depth: int
     num_heads: int
 
-    @property
-    def grid(self) -> int:
-        """Side length of the feature map."""
-        return 32 // self.patch_size
-
 
 # 8 × 8 tokens, and 16 × 16 tokens of fewer channels.
 COARSE = Model(patch_size=4, embed_dim=48, depth=4, num_heads=3)
