@@ -25,6 +25,12 @@ __getattr__, __dir__, _ = lazy_loader.attach(
 
 
 @wrapt.when_imported("timm.models")
-def register_models(timm_models: ModuleType) -> None:
-    """Register the models with timm."""
+def import_layers(timm_models: ModuleType) -> None:
+    """Import the layers; if they are the ones that import timm, this does nothing."""
+    from . import layers  # noqa: F401
+
+
+@wrapt.when_imported("inlinevit.layers")
+def register_models(layers: ModuleType) -> None:
+    """Register the models with timm, as soon as the layers are complete."""
     from . import models  # noqa: F401

@@ -1,4 +1,4 @@
-"""Angular attention's own: the convolution over the tokens. Its numbers are in test_token_mixer.py."""
+"""Angular attention's own: the convolution over the tokens. Its numbers are in test_base_attention.py."""
 
 import torch
 
@@ -36,9 +36,9 @@ def test_rows_of_angular_attention_skip_taps_of_unseen_tokens_and_padding(random
     """Padding is zero, so that no weight of it would be felt; but there is none."""
     mixer = randomise(AngularAttention(8, 2, layout=SquareWindows(4, shifted=False))).requires_grad_(False)
     x = torch.randn(2, 35, 8, dtype=torch.float64)
-    (share,) = mixer.shares(x, (5, 7), x)
-    rows = mixer.rows(share.q, share.k, share.v, share.windows)
-    padding = (share.v == 0).all(dim=-1)
+    ((q, k, v, windows),) = mixer.partition(x, (5, 7))
+    rows = mixer.attention_weights(q, k, v, windows)
+    padding = (v == 0).all(dim=-1)
     assert padding.any()
     assert torch.all(rows.transpose(2, 3)[padding] == 0)
     seen = torch.rand(1, 1, 16, 16) < 0.5
@@ -46,6 +46,6 @@ def test_rows_of_angular_attention_skip_taps_of_unseen_tokens_and_padding(random
     tap = mixer.token_conv.weight[:, 0, 4 + token - query, 0]
     for there in (True, False):
         seen[..., query, token] = there
-        rows = mixer.rows(share.q, share.k, share.v, share.windows, seen)[0, :, query, token]
-        without = ops.angular_weights(share.q, share.k, v=share.v, mask=~padding[:, 0], seen=seen)
+        rows = mixer.attention_weights(q, k, v, windows, seen)[0, :, query, token]
+        without = ops.angular_weights(q, k, v=v, mask=~padding[:, 0], attn_mask=seen)
         torch.testing.assert_close(rows - without[0, :, query, token], tap if there else torch.zeros_like(tap))

@@ -1,4 +1,4 @@
-"""Focused attention's own: positions of keys, the shared convolution. Its numbers are in test_token_mixer.py."""
+"""Focused attention's own: positions of keys, the shared convolution. Its numbers are in test_base_attention.py."""
 
 import pytest
 import torch
@@ -20,10 +20,10 @@ def test_positions_are_added_to_keys_before_they_are_focused(randomise):
     (windows,) = mixer.layout((3, 5))
     q, k, v = torch.randn(3, 2, 2, 15, 4, dtype=torch.float64)
     positions = mixer.positions.table.clone().view(1, 15, 2, 4).transpose(1, 2)
-    with_positions = mixer.mix(q, k, v, windows)
+    with_positions = mixer.attend(q, k, v, windows)
     mixer.positions.table.zero_()
-    torch.testing.assert_close(mixer.mix(q, k + positions, v, windows), with_positions, rtol=0, atol=1e-12)
-    assert not torch.allclose(mixer.mix(q, k, v, windows), with_positions)
+    torch.testing.assert_close(mixer.attend(q, k + positions, v, windows), with_positions, rtol=0, atol=1e-12)
+    assert not torch.allclose(mixer.attend(q, k, v, windows), with_positions)
 
 
 def test_a_prefix_that_nobody_told_of_has_no_positions(randomise):
@@ -35,10 +35,10 @@ def test_a_prefix_that_nobody_told_of_has_no_positions(randomise):
     assert torch.all(moved[:, :, 3:] != 0)
 
 
-@pytest.mark.parametrize("share", [0, 1])
-def test_all_heads_share_the_convolution(randomise, share):
+@pytest.mark.parametrize("group", [0, 1])
+def test_all_heads_share_the_convolution(randomise, group):
     mixer = randomise(FocusedAttention(8, 4, layout=CrossStripes(2)))
-    weight, bias = mixer.fixed_kernels(mixer.layout((6, 6))[share])
+    weight, bias = mixer.static_kernels(mixer.layout((6, 6))[group])
     assert weight.shape == (4, 1, 5, 5)
     for head in range(2):
         assert torch.equal(weight[2 * head : 2 * head + 2], mixer.conv.weight)
@@ -61,4 +61,4 @@ def test_the_spread_is_even_to_begin_with():
     torch.nn.init.ones_(mixer.spread)
     mixer.reset_parameters()
     (windows,) = mixer.layout((3, 5))
-    torch.testing.assert_close(mixer.share_spread(windows), torch.full((2, 4), 2.0).log())
+    torch.testing.assert_close(mixer.positive_spread(windows), torch.full((2, 4), 2.0).log())

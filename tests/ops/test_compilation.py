@@ -1,4 +1,4 @@
-"""The ops under torch.jit.script and torch.compile give the numbers of eager mode."""
+"""The ops under torch.compile give the numbers of eager mode."""
 
 import pytest
 import torch
@@ -25,16 +25,6 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@cases
-def test_script(make_problem, fast_ops, kind, phi, mask):
-    problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
-    scripted = torch.jit.script(fast_ops[kind])
-    for _ in range(3):  # the second and third run are optimised
-        out = scripted(problem.q, problem.k, problem.v, **problem.options)
-    torch.testing.assert_close(out, problem.fast(), rtol=0, atol=1e-12)
-
-
 @cases
 def test_compile_in_one_graph(make_problem, fast_ops, kind, phi, mask):
     problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
@@ -46,11 +36,9 @@ def test_compile_in_one_graph(make_problem, fast_ops, kind, phi, mask):
     torch.testing.assert_close(problem.gradients(out, cotangent), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_local_residual():
     v, kernels = torch.randn(2, 2, 6, 3), torch.randn(2, 54)
     expected = ops.local_residual(v, kernels, (2, 3))
-    torch.testing.assert_close(torch.jit.script(ops.local_residual)(v, kernels, (2, 3)), expected)
     compiled = torch.compile(ops.local_residual, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(v, kernels, (2, 3)), expected)
 
