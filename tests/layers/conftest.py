@@ -13,6 +13,7 @@ from inlinevit import ops
 from inlinevit.layers import (
     ATTENTIONS,
     AngularAttention,
+    BaseAttention,
     CrossStripes,
     EfficientAttention,
     EnhancedAttention,
@@ -22,7 +23,6 @@ from inlinevit.layers import (
     LinearAttention,
     SoftmaxAttention,
     SquareWindows,
-    BaseAttention,
 )
 from inlinevit.layers.layouts import Windows
 
@@ -89,7 +89,9 @@ def window_map(values: Tensor, slots: list[Slot], windows: Windows) -> Tensor:
     return out
 
 
-def attention_reference(mixer: BaseAttention, x: Tensor, size: tuple[int, int], context: Tensor | None = None) -> Tensor:
+def attention_reference(
+    mixer: BaseAttention, x: Tensor, size: tuple[int, int], context: Tensor | None = None
+) -> Tensor:
     """What mixer(x, size, context) should give."""
     context = x if context is None else context
     batch, tokens, dim = x.shape

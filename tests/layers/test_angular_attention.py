@@ -11,11 +11,12 @@ def test_a_kernel_a_head_along_the_row_of_tokens(randomise):
     mixer = randomise(AngularAttention(8, 2)).requires_grad_(False)
     assert mixer.token_conv.weight.shape == (2, 1, 9, 1)
     assert mixer.token_conv.bias is None
+    mixer.proj = torch.nn.Identity()
     x = torch.randn(1, 1 + 15, 8, dtype=torch.float64)
-    with_taps = mixer.attend(x, (3, 5), x)
+    with_taps = mixer(x, (3, 5))
     taps = mixer.token_conv.weight.clone()
     mixer.token_conv.weight.zero_()
-    added = with_taps - mixer.attend(x, (3, 5), x)
+    added = with_taps - mixer(x, (3, 5))
     v = mixer.qkv(x)[0, :, 16:]
     for token in range(16):
         for channel in range(8):
@@ -27,8 +28,9 @@ def test_a_kernel_a_head_along_the_row_of_tokens(randomise):
 def test_without_taps_heads_have_unit_length(randomise):
     mixer = randomise(AngularAttention(8, 2, layout=SquareWindows(4, shifted=True))).requires_grad_(False)
     mixer.token_conv.weight.zero_()
+    mixer.proj = torch.nn.Identity()
     x = torch.randn(2, 35, 8, dtype=torch.float64)
-    length = mixer.attend(x, (5, 7), x).unflatten(-1, (2, 4)).norm(dim=-1)
+    length = mixer(x, (5, 7)).unflatten(-1, (2, 4)).norm(dim=-1)
     torch.testing.assert_close(length, torch.ones_like(length))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from inlinevit.layers import (
     ATTENTIONS,
     AngularAttention,
+    BaseAttention,
     CrossStripes,
     EfficientAttention,
     EnhancedAttention,
@@ -21,7 +22,6 @@ from inlinevit.layers import (
     LinearAttention,
     SoftmaxAttention,
     SquareWindows,
-    BaseAttention,
     WholeMap,
 )
 from inlinevit.layers.layouts import window_means, window_reverse
@@ -334,7 +334,9 @@ def test_too_few_tokens_are_refused(kind):
 def test_another_number_of_prefix_tokens_is_refused(kind, count):
     mixer = kind(DIM, HEADS, num_prefix_tokens=1)
     assert mixer(torch.randn(1, 17, DIM), (4, 4)).shape == (1, 17, DIM)
-    with pytest.raises(ValueError, match=rf"{count} tokens do not match feat_size=\(4, 4\).*1 prefix tokens.*16 tokens"):
+    with pytest.raises(
+        ValueError, match=rf"{count} tokens do not match feat_size=\(4, 4\).*1 prefix tokens.*16 tokens"
+    ):
         mixer(torch.randn(1, count, DIM), (4, 4))
 
 

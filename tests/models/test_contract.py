@@ -11,7 +11,7 @@ from inlinevit.models import attention_by_stage
 
 FAMILIES = ("inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny")
 # Those with parameters of their own.
-LEARNING_RIVALS = ("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny")
+LEARNING_BASELINES = ("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny")
 SHALLOW = {
     "inline_deit_tiny": {"depth": 3},
     "inline_pvt_tiny": {"depths": (1, 1, 1, 1)},
@@ -55,16 +55,6 @@ def test_exports_with_a_dynamic_batch(name):
     images = torch.randn(5, 3, 64, 96)
     with torch.no_grad():
         torch.testing.assert_close(exported.module()(images), model(images))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_scripts_for_any_size(name):
-    model = shallow(name)
-    scripted = torch.jit.script(model)
-    with torch.no_grad():
-        for size in ((64, 64), (75, 98)):
-            images = torch.randn(2, 3, *size)
-            torch.testing.assert_close(scripted(images), model(images))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -149,8 +139,8 @@ def test_norms_biases_positions_and_tables_do_not_decay(name, options):
     decaying_names = {names[id(parameter)] for parameter in decaying["params"]}
     for key, parameter in model.named_parameters():
         particular = (
-            "class_token",
-            "positions.table",
+            "cls_token",
+            "pos_embed",
             "relative_position_bias_table",
             "feature_map.bias",
             "attn.spread",
@@ -173,7 +163,7 @@ def test_layer_decay_grows_with_depth(name):
     scales = [scale[key] for key in blocks]
     assert scales == sorted(scales)
     assert len(set(scales)) == len(scales)
-    assert scale["stages.0.embed.proj.weight"] < min(scales)
+    assert scale["stages.0.patch_embed.proj.weight"] < min(scales)
     assert scale["head.weight"] == 1 > max(scales)
 
 
@@ -189,7 +179,7 @@ def test_a_pruned_model_works_on(name):
         assert model.forward_features(images).shape == maps[1].shape
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_RIVALS])
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_BASELINES])
 def test_init_weights_fills_an_empty_model(name):
     torch.manual_seed(0)
     model = create_model(name, device="meta").to_empty(device="cpu")
@@ -203,7 +193,7 @@ def test_init_weights_fills_an_empty_model(name):
         assert spread == pytest.approx(expected, rel=0.3, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_RIVALS])
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_BASELINES])
 def test_an_empty_batch_is_answered_empty(name):
     assert create_model(name, num_classes=3).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
 
@@ -223,8 +213,8 @@ def test_softmax_swin_answers_as_timms_does():
     weights = {}
     for name, value in theirs.state_dict().items():
         if not name.endswith(("relative_position_index", "attn_mask")):
-            name = name.replace("patch_embed.", "stages.0.embed.").replace("layers.", "stages.")
-            weights[name.replace(".downsample.", ".embed.").replace("head.fc.", "head.")] = value
+            name = name.replace("patch_embed.", "stages.0.patch_embed.").replace("layers.", "stages.")
+            weights[name.replace("head.fc.", "head.")] = value
     ours.load_state_dict(weights)
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():

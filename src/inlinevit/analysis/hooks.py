@@ -208,9 +208,7 @@ def timm_hook(name: str, visit: Visit, find_places: Places) -> Callable[..., Ten
             nonlocal calls
             calls += 1
             if calls > 1 or is_causal or enable_gqa:
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) is not plain softmax attention: it cannot be shown"
-                )
+                raise ValueError(f"{name} ({type(module).__name__}) is not plain softmax attention: it cannot be shown")
             # Attention pooling has learned queries, which are not tokens of the image.
             if q.shape[2] == k.shape[2]:
                 size, places = find_places(q)
