@@ -306,7 +306,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
 
 
 LAUGHS = "a: &a [x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghij", "bcdefghijk")
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghij", "bcdefghijk", strict=True)
 )
 
 

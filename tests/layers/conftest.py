@@ -143,7 +143,7 @@ class Window:
         return [*range(self.prefix), *(self.prefix + s.row * self.windows.width + s.column for s in self.slots)]
 
 
-# How the tokens of a window are mixed: from q, k and v of the real ones, (tokens, channels of the head group), to the same.
+# The attention of one window: from q, k and v of the real tokens, (tokens, channels of the head group), to the same.
 
 
 def mix_by_rows(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -133,6 +133,13 @@ def test_the_layer_folds_where_it_can():
         assert chosen_path(mixer, x, (8, 8)) == "covariance"
 
 
+def test_stripes_that_cover_the_map_for_one_head_group_are_not_folded(randomise, reference):
+    mixer = randomise(InLineAttention(8, 2, layout=CrossStripes(5)))
+    x = torch.randn(2, 35, 8, dtype=torch.float64)
+    assert chosen_path(mixer, x, (7, 5)) == "covariance"
+    torch.testing.assert_close(mixer(x, (7, 5)), reference(mixer, x, (7, 5)), rtol=0, atol=1e-10)
+
+
 def test_windows_choose_their_own_path():
     """By the tokens of a window: few make the explicit form cheaper, unless some of them are padding."""
     mixer = InLineAttention(32, 2, layout=SquareWindows(3, shifted=False))

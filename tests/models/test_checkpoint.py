@@ -557,7 +557,7 @@ def test_our_own_positions_are_resized(name: str, tmp_path: Path) -> None:
     torch.save(source.state_dict(), tmp_path / "own.pth")
     model = make(name, img_size=(96, 160))
     load_checkpoint(model, tmp_path / "own.pth")
-    for stage, old in zip(model.stages, source.stages):
+    for stage, old in zip(model.stages, source.stages, strict=True):
         new, grid = stage.resample_pos_embed, old.resample_pos_embed.grid
         expected = resample_pos_embed(old.pos_embed, grid, new.grid, new.num_prefix_tokens, new.interpolation)
         assert stage.pos_embed.shape == expected.shape

@@ -13,10 +13,10 @@ FAMILIES = ("inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_c
 # Those with parameters of their own.
 LEARNING_BASELINES = ("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny")
 SHALLOW = {
-    "inline_deit_tiny": {"depth": 3},
-    "inline_pvt_tiny": {"depths": (1, 1, 1, 1)},
-    "inline_swin_tiny": {"depths": (1, 1, 2, 2)},
-    "inline_cswin_tiny": {"depths": (1, 1, 2, 1)},
+    "inline_deit_tiny": {"depth": 3, "embed_dim": 24, "num_heads": 3, "img_size": 64},
+    "inline_pvt_tiny": {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 40, 64), "img_size": 64},
+    "inline_swin_tiny": {"depths": (1, 1, 2, 2), "embed_dim": 24},
+    "inline_cswin_tiny": {"depths": (1, 1, 2, 1), "embed_dim": 16},
 }
 
 
@@ -25,9 +25,15 @@ def shallow(name: str, **options):
     return create_model(name, num_classes=7, **SHALLOW[name], **options).eval()
 
 
+def one_block_per_stage(name: str):
+    """A model that is recorded in seconds; its last stages have softmax windows or stripes where the family does."""
+    options = {**SHALLOW[name], **({"depth": 1} if "depth" in SHALLOW[name] else {"depths": (1, 1, 1, 1)})}
+    return create_model(name, num_classes=7, **options).eval()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiles_as_one_graph(name):
-    model, images = shallow(name), torch.randn(2, 3, 96, 64)
+    model, images = one_block_per_stage(name), torch.randn(2, 3, 96, 64)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images))
@@ -48,7 +54,7 @@ def test_inductor_trains_as_eager_does(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exports_with_a_dynamic_batch(name):
-    model = shallow(name)
+    model = one_block_per_stage(name)
     exported = torch.export.export(
         model, (torch.randn(2, 3, 64, 96),), dynamic_shapes=({0: torch.export.Dim("batch")},)
     )
@@ -182,12 +188,13 @@ def test_a_pruned_model_works_on(name):
 @pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_BASELINES])
 def test_init_weights_fills_an_empty_model(name):
     torch.manual_seed(0)
-    model = create_model(name, device="meta").to_empty(device="cpu")
+    options = {"depth": 2} if "deit" in name else {"depths": (1, 1, 2, 1)}
+    model = create_model(name, device="meta", **options).to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
     model.init_weights()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    fresh = create_model(name)
+    fresh = create_model(name, **options)
     for (key, parameter), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
         spread, expected = parameter.std(correction=0).item(), other.std(correction=0).item()
         assert spread == pytest.approx(expected, rel=0.3, abs=1e-6), key
@@ -195,7 +202,8 @@ def test_init_weights_fills_an_empty_model(name):
 
 @pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_BASELINES])
 def test_an_empty_batch_is_answered_empty(name):
-    assert create_model(name, num_classes=3).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
+    options = {"depth": 1} if "deit" in name else {"depths": (1, 1, 1, 1)}
+    assert create_model(name, num_classes=3, **options).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -239,7 +247,7 @@ def test_attention_is_spelled_out_by_stage_and_block():
     "words", [("linear", "inline", "softmax", "inline"), ("hydra", "focused", "angular", "enhanced")]
 )
 def test_any_mix_by_stage(name, words):
-    model = create_model(name, attention=words, num_classes=4)
+    model = create_model(name, attention=words, num_classes=4, depths=(1, 1, 1, 1))
     assert [type(stage.blocks[0].attn).__name__.lower().removesuffix("attention") for stage in model.stages] == [*words]
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 4)
 

@@ -118,6 +118,7 @@ def test_features():
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_as_a_whole_and_in_chunks(monkeypatch):
     model = shallow("inline_deit_tiny")
     optimized = inlinevit.optimize_for_inference(model)
@@ -146,12 +147,24 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+# One for each family.
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float64, torch.bfloat16)
+
+
 def optimize(model: nn.Module) -> nn.Module:
     return inlinevit.optimize_for_inference(model, compile=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "softmax"}, {"attention": "focused"}], ids=str)
-@pytest.mark.parametrize("name", SHALLOW)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in SHALLOW),
+        ("inline_deit_tiny", {"attention": "focused"}),
+        ("inline_pvt_tiny", {"attention": "softmax"}),
+        ("inline_swin_tiny", {"attention": "softmax"}),
+    ],
+    ids=str,
+)
 def test_weights_loaded_later_count(name, options):
     first, second = shallow(name, **options), shallow(name, seed=1, **options)
     optimized = optimize(first)
@@ -162,8 +175,7 @@ def test_weights_loaded_later_count(name, options):
     assert (found[0] - before[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", SHALLOW)
+@pytest.mark.parametrize(("name", "dtype"), zip(SHALLOW, PRECISIONS, strict=True))
 def test_other_precisions_after_the_first_answer(name, dtype):
     model = shallow(name)
     optimized = optimize(model)

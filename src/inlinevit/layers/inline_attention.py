@@ -80,6 +80,7 @@ class InLineAttention(BaseAttention):
         device = x.device.type
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         prefix = x.shape[1] - windows.map_height * windows.map_width
+        whole_map = covers_map(windows) and windows.num_head_groups == 1
         case = Case(
             tokens=prefix + windows.height * windows.width,
             channels=self.dim,
@@ -87,7 +88,7 @@ class InLineAttention(BaseAttention):
             feature_map=self.feature_map.name,
             masked=padded_size(windows) != (windows.map_height, windows.map_width),
             # Only a plain linear layer can be folded, not one that was replaced or that has hooks.
-            projected=type(self.qkv) is not nn.Linear or has_hooks(self.qkv) or not covers_map(windows),
+            projected=type(self.qkv) is not nn.Linear or has_hooks(self.qkv) or not whole_map,
             dtype=torch.get_autocast_dtype(device) if autocast else x.dtype,
             device=device,
         )
