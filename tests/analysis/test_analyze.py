@@ -223,5 +223,5 @@ def test_mistakes_are_refused_before_anything_is_written(options, sentence, tmp_
 
 
 def test_a_model_without_attention_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no attention that can be looked into"):
+    with pytest.raises(ValueError, match="has no attention that can be inspected"):
         analyze_command(["resnet10t"], untrained=True, images=1, img_size=64, output=str(tmp_path))

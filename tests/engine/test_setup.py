@@ -106,7 +106,7 @@ def test_what_does_not_decay(name: str, attention: str) -> None:
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.05), 512)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decays) == len(list(model.parameters()))
-    words = ("class_token", "positions.table", "relative_position_bias_table")
+    words = ("cls_token", "pos_embed", "relative_position_bias_table")
     for parameter_name, parameter in model.named_parameters():
         free = parameter.ndim == 1 or parameter_name.endswith("bias") or parameter_name.endswith(words)
         assert decays[id(parameter)] == (0.0 if free else 0.05), parameter_name

@@ -250,7 +250,7 @@ def change_weights(weights: dict[str, Tensor], generator: Random) -> dict[Any, A
     """Weights of which some are missing, of other shapes or types, or no weights at all."""
     changed: dict[Any, Any] = dict(weights)
     for _ in range(generator.choice((1, 1, 2, 3))):
-        name = generator.choice([*changed, "head.weight", "head.bias", "stages.0.positions.table"])
+        name = generator.choice([*changed, "head.weight", "head.bias", "stages.0.pos_embed"])
         value = changed.get(name)
         value = value if isinstance(value, Tensor) and is_plain(value) else torch.ones(2, 3)
         way = generator.randrange(len(TENSOR_CHANGES) + 3)

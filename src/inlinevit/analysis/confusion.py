@@ -106,11 +106,11 @@ def count_confused_pairs(layer: Layer, epsilon: float = EPSILON, delta: float = 
     """
     pairs = torch.zeros(layer.images, dtype=torch.long, device=layer.q.device)
     confused = torch.zeros_like(pairs)
-    pieces = list(layer.pieces())
+    pieces = list(layer.chunks())
     for i, (first, last) in enumerate(pieces):
-        rows = layer.rows(first, last).double()
+        rows = layer.attention_weights(first, last).double()
         for other_first, other_last in pieces[i:]:
-            others = rows if other_first == first else layer.rows(other_first, other_last).double()
+            others = rows if other_first == first else layer.attention_weights(other_first, other_last).double()
             differ = distances(layer.q[:, :, first:last], layer.q[:, :, other_first:other_last]) > delta
             # Each pair once, without padding.
             places = torch.arange(layer.tokens, device=layer.q.device)

@@ -64,13 +64,13 @@ def layer_locality(layer: Layer, side: int = 3) -> LayerLocality:
     totals = torch.zeros(5, dtype=torch.float64)
     # Padding gets no attention.
     tokens = layer.is_real.sum(dim=1)
-    for first, last in layer.pieces():
+    for first, last in layer.chunks():
         near, is_query = layer.near(first, last, side), layer.places[:, first:last] >= 0
         uniform = (near.sum(dim=-1).double() / tokens[:, None])[is_query].sum()
         found = [uniform * layer.images * layer.q.shape[1]]
         near, is_query = near.repeat(layer.images, 1, 1).unsqueeze(1), is_query.repeat(layer.images, 1).unsqueeze(1)
-        rows = layer.rows(first, last).double()
-        total_rows = rows if layer.convolution is None else layer.total_rows(first, last).double()
+        rows = layer.attention_weights(first, last).double()
+        total_rows = rows if layer.convolution is None else layer.total_weights(first, last).double()
         found += [near_sum(rows, near, is_query), near_sum(total_rows, near, is_query)]
         for absolute in (rows.abs(), total_rows.abs()):
             found.append(near_sum(absolute / absolute.sum(dim=-1, keepdim=True).clamp(min=1e-300), near, is_query))

@@ -57,7 +57,7 @@ def layer_map(layer: Layer, query: tuple[float, float]) -> AttentionMap:
     window, token = torch.nonzero(layer.places == row * layer.size[1] + column)[0].tolist()
     weights, total = (
         on_map(rows[window, :, 0], layer.places[window], layer.size)
-        for rows in (layer.rows(token, token + 1), layer.total_rows(token, token + 1))
+        for rows in (layer.attention_weights(token, token + 1), layer.total_weights(token, token + 1))
     )
     return AttentionMap(layer.name, (row, column), weights, total)
 

@@ -8,7 +8,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from ..layers import InLineAttention, LinearAttention, SoftmaxAttention, TokenMixer
+from ..layers import BaseAttention, InLineAttention, LinearAttention, SoftmaxAttention
 from ..layers.inline_attention import PATHS
 from ..models.factory import parse_model
 from ..utils.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
@@ -24,7 +24,7 @@ MAX_UNCHECKED = 4096
 class OnGrid(nn.Module):
     """An attention layer on square feature maps of one size."""
 
-    def __init__(self, layer: TokenMixer, side: int) -> None:
+    def __init__(self, layer: BaseAttention, side: int) -> None:
         super().__init__()
         self.layer = layer
         self.side = side
@@ -37,7 +37,7 @@ class OnGrid(nn.Module):
 class Projections(nn.Module):
     """The four projections of an attention layer, without the attention."""
 
-    def __init__(self, layer: TokenMixer) -> None:
+    def __init__(self, layer: BaseAttention) -> None:
         super().__init__()
         self.qkv = layer.qkv
         self.proj = layer.proj
@@ -67,7 +67,7 @@ def layer_comparisons(tokens: Sequence[int], dim: int, heads: int, batch: int) -
     what = f"{batch} map{'' if batch == 1 else 's'} of {largest} tokens"
     require_memory(FLOAT_BYTES * batch * largest * dim, what, "choose fewer tokens, or a smaller batch")
 
-    def candidate(name: str, kind: type[TokenMixer], count: int, path: str | None = None) -> Candidate:
+    def candidate(name: str, kind: type[BaseAttention], count: int, path: str | None = None) -> Candidate:
         def make(device: torch.device) -> tuple[nn.Module, Tensor]:
             layer = kind(dim, heads, device=device)
             draw_weights(layer)

@@ -219,7 +219,8 @@ def test_a_run_whose_configuration_never_ends_is_refused(tmp_path: Path) -> None
     run = tmp_path / "run"
     save(make_run(run, ["ant", "bee", "cow"]), run / "model.safetensors")
     lines = "".join(
-        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
     )
     (run / "config.yaml").write_text(f"model:\n  a: &a [x]\n{lines}")
     with pytest.raises(ValueError, match=r"config\.yaml is no configuration .*repeats itself"):
