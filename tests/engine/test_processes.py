@@ -35,9 +35,11 @@ def assert_alike(output: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize("grad_accum_steps", [1, 2])
-def test_two_processes_and_one(server: Server, tmp_path: Path, accumulate: int) -> None:
-    server.run(settings(tmp_path / "one", run__grad_accum_steps=accumulate, toy__batch_size=4, **EVEN))
-    server.run(settings(tmp_path / "two", run__grad_accum_steps=accumulate, toy__batch_size=2, **EVEN), processes=2)
+def test_two_processes_and_one(server: Server, tmp_path: Path, grad_accum_steps: int) -> None:
+    server.run(settings(tmp_path / "one", run__grad_accum_steps=grad_accum_steps, toy__batch_size=4, **EVEN))
+    server.run(
+        settings(tmp_path / "two", run__grad_accum_steps=grad_accum_steps, toy__batch_size=2, **EVEN), processes=2
+    )
     # The 7 samples of the evaluation are counted once each.
     assert {line["eval_samples"] for line in metric_lines(tmp_path / "two") if "eval_samples" in line} == {7}
     assert_alike(tmp_path / "two", tmp_path / "one")

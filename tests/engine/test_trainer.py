@@ -189,7 +189,9 @@ def test_data_of_another_length_are_refused(tmp_path: Path) -> None:
 
 
 def test_too_few_data_for_a_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"one step of 128 samples: choose a smaller --data\.batch_size or --run\.acc"):
+    with pytest.raises(
+        ValueError, match=r"one step of 128 samples: choose a smaller --data\.batch_size or --run\.grad"
+    ):
         make_trainer(settings(tmp_path / "run", toy__batch_size=64))
 
 
@@ -202,7 +204,7 @@ def test_checkpoints_by_time(tmp_path: Path) -> None:
 
 
 def test_training_by_steps(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"schedule__steps": 15, "schedule__warmup": 2, "run__evaluate_every": 4}
+    changes: dict[str, Any] = {"schedule__steps": 15, "schedule__warmup": 2, "run__eval_every": 4}
     make_trainer(settings(tmp_path / "run", **changes, run__checkpoint_steps=None, run__keep_checkpoints=9)).run()
     lines = metric_lines(tmp_path / "run")
     assert [line["step"] for line in lines if "eval_error" in line] == [4, 8, 12, 15]
@@ -257,7 +259,7 @@ def test_disk_full_while_metrics_are_written(reference: Path, tmp_path: Path) ->
         make_trainer(settings(output, toy__events={"9": "SIGTERM"})).run()
     lines = (output / "metrics.jsonl").read_text()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inlinevit.engine.logger.RunLogger._forget_what_comes_again", use_the_full_device)
+        patch.setattr("inlinevit.engine.logger.RunLogger._drop_repeated_lines", use_the_full_device)
         with pytest.raises(OSError, match=r"^no space left on the disk for .*full: free some"):
             make_trainer(settings(output)).run()
     assert (output / "metrics.jsonl").read_text() == lines
@@ -339,8 +341,8 @@ def test_averaged_weights_are_what_is_evaluated(tmp_path: Path, precision: str) 
     tolerance = 1e-6 if precision == "no" else 1e-3
     assert metrics["error"] == pytest.approx(error(average), abs=tolerance)
     assert abs(metrics["error"] - error(weights)) > 10 * tolerance
-    assert trainer.average is not None
-    assert trainer.average.module is not trainer.unwrapped_model
+    assert trainer.ema is not None
+    assert trainer.ema.module is not trainer.unwrapped_model
 
 
 def test_average_follows_its_decay(tmp_path: Path) -> None:
@@ -365,8 +367,8 @@ def test_average_follows_its_decay(tmp_path: Path) -> None:
 def test_precision_changes_the_numbers_and_two_trainers_get_along(tmp_path: Path) -> None:
     """They share accelerate's state, which the second sets anew."""
     plain = {
-        name: settings(tmp_path / name, run__precision=name, run__grad_accum_steps=accumulate)
-        for name, accumulate in (("no", 2), ("bf16", 1))
+        name: settings(tmp_path / name, run__precision=name, run__grad_accum_steps=grad_accum_steps)
+        for name, grad_accum_steps in (("no", 2), ("bf16", 1))
     }
     for name in plain:
         make_trainer({**plain[name], "run": {**plain[name]["run"], "output": str(tmp_path / f"{name} alone")}}).run()
@@ -378,12 +380,12 @@ def test_precision_changes_the_numbers_and_two_trainers_get_along(tmp_path: Path
 
 
 @pytest.mark.parametrize("grad_accum_steps", [1, 2, 4])
-def test_accumulated_batches_count_as_one(tmp_path: Path, accumulate: int) -> None:
+def test_accumulated_batches_count_as_one(tmp_path: Path, grad_accum_steps: int) -> None:
     """The loss of a step, and the weights after it, are those of one batch of all samples."""
     even = {"toy__dropout": 0.0, "toy__batch_norm": False, "toy__samples": 48}
     make_trainer(settings(tmp_path / "one", run__grad_accum_steps=1, toy__batch_size=8, **even)).run()
-    size = 8 // accumulate
-    make_trainer(settings(tmp_path / "run", run__grad_accum_steps=accumulate, toy__batch_size=size, **even)).run()
+    size = 8 // grad_accum_steps
+    make_trainer(settings(tmp_path / "run", run__grad_accum_steps=grad_accum_steps, toy__batch_size=size, **even)).run()
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     ours, theirs = final_tensors(tmp_path / "run"), final_tensors(tmp_path / "one")
     for name in ours:
@@ -404,10 +406,10 @@ def test_checkpointed_gradients_are_the_same(tmp_path: Path) -> None:
 
 
 def test_model_that_cannot_checkpoint_gradients(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run\.enable_grad_checkpointing: Mlp cannot do so, train it without"):
+    with pytest.raises(ValueError, match=r"run\.grad_checkpointing: Mlp cannot do so, train it without"):
         make_trainer(settings(tmp_path / "run", run__grad_checkpointing=True))
     # timm's have the method, but it refuses.
-    with pytest.raises(ValueError, match=r"run\.enable_grad_checkpointing: VGG cannot do so, train it without"):
+    with pytest.raises(ValueError, match=r"run\.grad_checkpointing: VGG cannot do so, train it without"):
         enable_grad_checkpointing(timm.create_model("vgg11", device="meta"))
 
 

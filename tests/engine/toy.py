@@ -227,7 +227,7 @@ def kill_at(place: str) -> None:
     elif name == "evaluation":
         ToyTask.evaluate = before(ToyTask.evaluate)
     elif name == "noted":
-        checkpoints.CheckpointFolder.note_evaluation = before(checkpoints.CheckpointFolder.note_evaluation)
+        checkpoints.CheckpointFolder.save_evaluation = before(checkpoints.CheckpointFolder.save_evaluation)
     elif name == "prune":
         checkpoints.CheckpointFolder._prune = before(checkpoints.CheckpointFolder._prune)
     else:

@@ -150,7 +150,7 @@ class CheckpointFolder:
         self.prepare(progress.step)
         return self.commit(progress, files)
 
-    def note_evaluation(self, progress: Progress) -> None:
+    def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""
         path = self.folder / f"step-{progress.step:08d}"
         if not path.is_dir():
@@ -218,7 +218,7 @@ class CheckpointFolder:
         """
         problems: dict[Path, str] = {}
         for path in self.paths():
-            problem = damage(path)
+            problem = find_damage(path)
             if problem is None:
                 for damaged, reason in problems.items():
                     warnings.warn(f"checkpoint {damaged} is skipped, because it is damaged: {reason}", stacklevel=2)
@@ -282,7 +282,7 @@ def read_manifest(path: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def damage(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None if its files are just as they were written."""
     try:
         entries = read_manifest(path)
@@ -497,7 +497,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
 
 
-def set_aside(folder: Path) -> Path:
+def archive_folder(folder: Path) -> Path:
     """Rename a folder, so that a run can start over in its place and nothing is lost.
 
     Returns:

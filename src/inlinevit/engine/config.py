@@ -1,7 +1,7 @@
 """What a training run can be told, whatever its task. The command line and the recipes are these classes."""
 
-import types
 import typing
+from argparse import ArgumentError
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from math import inf
 from pathlib import Path
@@ -294,28 +294,36 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def from_plain(kind: type[AnyConfig], values: Any) -> AnyConfig:
-    """A dataclass out of plain dictionaries and lists, as they come out of a file.
+def config_from_dict(kind: type[AnyConfig], values: Any) -> AnyConfig:
+    """Return a configuration with these values, parsed as recipes and options are.
 
     Args:
-        kind: The dataclass; its fields may be dataclasses themselves, and tuples.
-        values: Its fields by name; those that are missing keep their defaults.
+        kind: Its dataclass; fields may be dataclasses themselves.
+        values: Its fields by name, as they come out of a file; those that are missing keep their defaults.
+
+    Raises:
+        ValueError: A field is unknown, or its value is not valid; the message is one sentence without the file.
     """
+    # Here, because most commands that import this module parse no file.
+    from jsonargparse import ArgumentParser
+
+    _require_sections(kind, values)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind)
+    try:
+        parsed = parser.instantiate(parser.parse_object(values))
+    except ArgumentError as error:
+        raise ValueError(" ".join(str(error).split())[:300]) from error
+    return kind(**vars(parsed))
+
+
+def _require_sections(kind: Any, values: Any) -> None:
+    """Refuse other values than dicts for dataclasses: jsonargparse takes text there for the name of a file."""
     if not isinstance(values, dict):
         raise ValueError(f"expected the fields of {kind.__name__}, but found {values!r:.100}")
-    hints = typing.get_type_hints(kind)
-    unknown = [name for name in values if name not in hints]
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no {', '.join(map(str, unknown))}")
-    return kind(**{name: _convert(hints[name], value) for name, value in values.items()})
-
-
-def _convert(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint) and isinstance(hint, type):
-        return from_plain(hint, value)
-    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    is_tuple = any(typing.get_origin(alternative) is tuple for alternative in alternatives)
-    return tuple(value) if is_tuple and isinstance(value, list) else value
+    for name, hint in typing.get_type_hints(kind).items():
+        if is_dataclass(hint) and name in values:
+            _require_sections(hint, values[name])
 
 
 def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

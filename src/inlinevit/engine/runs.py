@@ -8,8 +8,8 @@ import torch
 
 from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_yaml
-from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
-from .config import AnyConfig, from_plain
+from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
+from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK
 
 RUN_CONFIG = "config.yaml"
@@ -91,7 +91,7 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
         path: The file.
     """
     try:
-        return from_plain(kind, read_yaml(path))
+        return config_from_dict(kind, read_yaml(path))
     except (ValueError, TypeError) as error:
         task = task_of(kind)
         for note, (other, commands) in TASKS.items():
@@ -122,7 +122,7 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
         return _weights_in(newest)
     if checkpoint != BEST:
         return _weights_in(Path(checkpoint)) if Path(checkpoint).is_dir() else Path(checkpoint)
-    problem = damage(folder.best)
+    problem = find_damage(folder.best)
     if problem is not None:
         raise ValueError(f"{folder.best} cannot be used ({problem}): choose another checkpoint")
     return _weights_in(folder.best)

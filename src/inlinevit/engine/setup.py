@@ -1,6 +1,8 @@
 """From a configuration to accelerate, timm's optimizer, timm's schedule and averaged weights."""
 
 import os
+import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
@@ -128,13 +131,29 @@ def convert_batch_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module
     return convert_sync_batchnorm(model)
 
 
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model without memory for its weights; some of timm's cannot be built so, and get their weights.
+
+    Args:
+        build: Builds the model on torch's default device.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            # Weights that are loaded have no effect here: they come from the main process.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            return build()
+    except (RuntimeError, NotImplementedError):
+        return build()
+
+
 def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard the parameters of a model over the processes, block by block, in place.
 
+    Each process gets memory for its shards only. Their values, and those of buffers, are those of the main process.
     Our blocks, and nearly all of timm's, are of classes called …Block.
 
     Args:
-        model: The model; it is moved to the accelerator's device.
+        model: The model; only in the main process its weights matter, elsewhere it may be on the meta device.
         accelerator: The processes.
     """
     blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
@@ -143,12 +162,21 @@ def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         # A run that was started on several processes may be resumed on one.
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    model.to(accelerator.device)
+    is_main = accelerator.is_main_process
+    weights: dict[str, Any] = model.state_dict() if is_main else {}
+    buffers = dict(model.named_buffers()) if is_main else {}
+    model.to("meta")
     # From the inside out, as fully_shard wants it: blocks may hold blocks.
     for block in reversed(blocks):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    model.to_empty(device=accelerator.device)
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # State dicts do not have all of them.
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name] if is_main else torch.zeros_like(buffer))
+        torch.distributed.broadcast(buffer, src=0)
     return model
 
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -98,6 +98,18 @@ def _describe(value: Any) -> str:
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights that this process holds, without asking others."""
     return _apart(model.state_dict())
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, as an ordinary one; with a sharded one, every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def all_finite(parameters: Iterable[Tensor], accelerator: Accelerator) -> bool:
+    """Whether no parameter in any process is NaN or infinite; every process must call this."""
+    own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+    is_bad = torch.stack([~value.detach().isfinite().all() for value in own]).any()
+    return accelerator.reduce(is_bad.float(), "sum").item() == 0
 
 
 def _apart(weights: dict[str, Any]) -> dict[str, Tensor]:
