@@ -13,6 +13,7 @@ import safetensors.torch
 import timm
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inlinevit.engine import trainer as loop
 from inlinevit.engine.setup import enable_grad_checkpointing
@@ -39,7 +40,7 @@ def test_loop_is_short_and_knows_no_task() -> None:
     assert len(lines) < 300
     imports = [line.split()[1] for line in lines if line.startswith(("import ", "from "))]
     assert ".task" in imports
-    assert not any(name.startswith(("..", "inlinevit", "timm", "torchvision")) for name in imports)
+    assert not any(name.startswith(("..tasks", "..models", "inlinevit", "timm", "torchvision")) for name in imports)
 
 
 @pytest.mark.parametrize(("greater_is_better", "best"), [(False, 12), (True, 18)])
@@ -289,18 +290,18 @@ def test_disk_full_at_the_end(reference: Path, tmp_path: Path) -> None:
     assert_same_run(output, reference)
 
 
-# Numbers that are none
+# NaN and infinity
 
 
 @pytest.mark.parametrize(
     ("event", "message"),
     [("nan", "the loss is nan"), ("infinite gradient", r"the norm of the gradients is (nan|inf) \(loss")],
 )
-def test_run_stops_where_numbers_are_none(tmp_path: Path, event: str, message: str) -> None:
+def test_run_stops_at_a_step_that_is_not_finite(tmp_path: Path, event: str, message: str) -> None:
     output = tmp_path / "run"
     # The 8th batch is the second one of step 4.
     with pytest.raises(Diverged, match=rf"{message}.* in step 4 \(learning rate .*, largest weight .*\): weights and"):
-        make_trainer(settings(output, toy__events={"8": event})).run()
+        make_trainer(settings(output, toy__events={"8": event}, run__log_every=1)).run()
     folder = output / "diverged-step-4-process-0"
     report = json.loads((folder / "report.json").read_text())
     assert report["step"] == 4
@@ -315,6 +316,61 @@ def test_run_stops_where_numbers_are_none(tmp_path: Path, event: str, message: s
     model = Mlp(0.0, batch_norm=True)
     model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
     assert report["largest_weight"] == max(float(value.abs().max()) for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("log_every", [3, 4, 50])
+def test_divergence_is_found_within_log_every_steps(tmp_path: Path, log_every: int) -> None:
+    """The checkpoint of step 5 would have bad weights: it is not written."""
+    output = tmp_path / "run"
+    changes = {"run__log_every": log_every, "run__checkpoint_steps": None if log_every == 3 else 5}
+    # The 7th batch is the first one of step 4; the 6th step ends the epoch.
+    trainer = make_trainer(settings(output, toy__events={"7": "nan"}, **changes))
+    with pytest.raises(
+        Diverged, match=r"the loss is nan in step 4 \(learning rate .*, .* [1-9] of \d+ weights not finite"
+    ):
+        trainer.run()
+    assert trainer.progress.step == (6 if log_every == 3 else 5)
+    assert steps_of(output) == []
+    folder = output / "diverged-step-4-process-0"
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["step"], report["weights_after_step"]) == (4, trainer.progress.step)
+    assert report["lr"] == pytest.approx(5e-7 + (0.02 - 5e-7) * 3 / 6)
+    inputs, labels = torch.load(folder / "batch.pt", weights_only=True)
+    expected = next(make_trainer(settings(tmp_path / "other")).data.batches(0, 6))
+    assert torch.equal(inputs, expected[0])
+    assert torch.equal(labels, expected[1])
+    if log_every == 3:
+        assert [line["step"] for line in metric_lines(output)] == [3]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """Without clipping, an infinite gradient shows in the weights first: the loss of its step is finite."""
+    changes: dict[str, Any] = {"optimizer__clip_grad": None, "run__checkpoint_steps": 2}
+    with pytest.raises(Diverged, match="a weight is NaN or infinite in step 4"):
+        make_trainer(settings(tmp_path / "run", toy__events={"8": "infinite gradient"}, **changes)).run()
+    assert steps_of(tmp_path / "run") == [2]
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_from_the_device(tmp_path: Path) -> None:
+    trainer = make_trainer(settings(tmp_path / "run", optimizer__name="sgd", run__log_every=50))
+    batches = iter(list(trainer.data.batches(0, 0)))
+    with CountReads() as counter:
+        for step in range(3):
+            numbers = trainer.train_step(step, batches)
+        assert counter.reads == 0
+        numbers.tolist()
+        numbers.sum().item()
+        assert counter.reads > 0
 
 
 # Averaged weights and precision

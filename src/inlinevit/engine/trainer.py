@@ -194,8 +194,7 @@ class Trainer:
         set_seed(derive_seed(self.config.run.seed, step, self.accelerator.process_index))
         self.scheduler.step_update(step)
         self.model.train()
-        losses: list[Tensor] = []
-        numbers = torch.empty(0)
+        losses, numbers = list[Tensor](), torch.empty(0)
         for _ in range(self.plan.grad_accum_steps):
             batch = send_to_device(next(batches), self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
