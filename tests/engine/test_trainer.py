@@ -162,7 +162,7 @@ def test_settings_that_are_lost(tmp_path: Path, content: bytes | None) -> None:
         (tmp_path / "run" / "config.yaml").unlink()
     else:
         (tmp_path / "run" / "config.yaml").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.yaml does not tell the settings of the checkpoints beside it"):
+    with pytest.raises(ValueError, match=r"config\.yaml does not have the settings of the checkpoints beside it"):
         make_trainer(settings(tmp_path / "run")).run()
 
 

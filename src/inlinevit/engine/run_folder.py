@@ -1,4 +1,4 @@
-"""The folder of a run while it trains: claimed by one run at a time, resumed from, written to."""
+"""The folder of a run while it trains: it is locked, resumed from and written to."""
 
 import os
 import warnings
@@ -24,11 +24,11 @@ from .state import get_weights, is_sharded, pack, restore, save_shards
 class RunFolder:
     """The folder of a run.
 
-    What is wrong with it shows when this is made, before data are opened and models are copied.
+    Problems are found when this is constructed, before data are opened.
 
     Args:
         config: The run's configuration.
-        accelerator: The processes; all of them make one.
+        accelerator: The processes; each of them constructs one.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
@@ -40,10 +40,10 @@ class RunFolder:
         self.resume_path = run_on_main(accelerator, self._find_checkpoint)
 
     def _find_checkpoint(self) -> Path | None:
-        """The checkpoint to resume from, if there is one; nothing is changed.
+        """Return the checkpoint to resume from, if there is one; nothing is changed.
 
         Raises:
-            ValueError: The folder is in use or not that of a run, or what is in it cannot be resumed.
+            ValueError: The folder is in use, is not that of a run, or cannot be resumed.
         """
         if not self.path.is_dir():
             return self._choose_checkpoint()
@@ -51,7 +51,7 @@ class RunFolder:
             return self._choose_checkpoint()
 
     def _choose_checkpoint(self) -> Path | None:
-        """The checkpoint that the settings name, or the newest good one."""
+        """Return the checkpoint that the settings name, or the newest good one."""
         choice = self.config.run.resume
         if choice == "never":
             check_run_folder(self.path)
@@ -78,7 +78,7 @@ class RunFolder:
                 self.lock.release()
 
     def _lock(self) -> None:
-        """Take the folder, and rename what was in it if the run is to start over."""
+        """Lock the folder, and rename it first if the run is to start over."""
         make_output_dir(self.path)
         lock = RunLock(self.path)
         lock.acquire()
@@ -106,15 +106,15 @@ class RunFolder:
         optimizer: Any,
         configured_batch: int,
     ) -> None:
-        """Restore the checkpoint to resume from, if there is one, and write down what is run.
+        """Load the checkpoint to resume from, if there is one, and write the configuration.
 
         Args:
             progress: How far the run has come.
-            notes: What to leave beside the results, by the name of a JSON file.
+            notes: Contents of JSON files to write beside the results, by name.
             model: The model.
-            ema: The one with emad weights, if there is one.
+            ema: The model with averaged weights, if there is one.
             optimizer: The model's optimizer, as accelerate has prepared it.
-            configured_batch: The total batch that the settings come to as they are.
+            configured_batch: The total batch of the settings as they are.
         """
         config, path = to_plain(self.config), self.resume_path
 
