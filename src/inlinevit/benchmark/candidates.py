@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import isqrt
 from typing import Any
 
+import timm  # noqa: F401  # before our layers: it registers our models, which need them
 import torch
 from torch import Tensor, nn
 

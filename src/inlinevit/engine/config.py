@@ -319,12 +319,19 @@ def config_from_dict(kind: type[AnyConfig], values: Any) -> AnyConfig:
 
 
 def _require_sections(kind: Any, values: Any) -> None:
-    """Refuse other values than dicts for dataclasses: jsonargparse takes text there for the name of a file."""
+    """Refuse unknown fields, and other values than dicts for dataclasses.
+
+    jsonargparse would pass over a name with an empty dict, and open a file where text stands for a dataclass.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"expected the fields of {kind.__name__}, but found {values!r:.100}")
-    for name, hint in typing.get_type_hints(kind).items():
-        if is_dataclass(hint) and name in values:
-            _require_sections(hint, values[name])
+    hints = typing.get_type_hints(kind)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {', '.join(map(str, unknown))}")
+    for name, value in values.items():
+        if is_dataclass(hints[name]):
+            _require_sections(hints[name], value)
 
 
 def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -206,7 +206,7 @@ def create_from_weights(
         if model.state_dict().keys() - weights.keys():
             # timm loads some models without being strict.
             with torch.random.fork_rng(devices=[]):
-                _require_loaded(load({key: torch.full_like(weight, torch.nan) for key, weight in weights.items()}))
+                _require_loaded(load({key: _as_nan(weight) for key, weight in weights.items()}))
     # timm's functions for published weights fail in many ways on others.
     except Exception as error:
         # If the arguments are to blame, this says so.
@@ -217,6 +217,11 @@ def create_from_weights(
             "that the file was made for"
         ) from error
     return model
+
+
+def _as_nan(weight: Tensor) -> Tensor:
+    """Return NaN in the shape of a weight; integers stay as they are."""
+    return torch.full_like(weight, torch.nan) if weight.is_floating_point() else weight
 
 
 def _require_loaded(model: nn.Module) -> None:
