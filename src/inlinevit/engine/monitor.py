@@ -6,6 +6,7 @@ is busy with that step.
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ class StepValues:
     Attributes:
         step: The step, counted from 1.
         lr: Its learning rate.
-        seconds: How long it took on the host, with waiting for data.
+        seconds: How long it took on the host, with waiting for data. The last step of a read has the waiting for the
+            device as well.
         own: The loss of each batch of this process, then the norm of the gradients (0 if it is not checked).
         mean: The same, as means over all processes.
     """
@@ -114,10 +116,13 @@ class StepMonitor:
         """Wait for the copy that was started, and return what `read` does; no steps if none was."""
         if not self.copied:
             return [], (False, False)
+        steps, self.copied = self.copied, []
+        started = time.monotonic()
         if self.copy_is_done is not None:
             self.copy_is_done.synchronize()
+        # The device has worked on the steps until now.
+        steps[-1].seconds += time.monotonic() - started
         own, mean = self.host.tolist()
-        steps, self.copied = self.copied, []
         # A row for each step, then the two requests.
         width = (len(own) - 2) // len(steps)
         for row, step in enumerate(steps):
