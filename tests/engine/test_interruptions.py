@@ -235,10 +235,15 @@ def copy(stopped: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint_is_skipped(reference: Path, copy: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_skipped(copy: Path, damage: str) -> None:
     DAMAGES[damage](copy / "checkpoints" / "step-00000011")
     with pytest.warns(UserWarning, match="step-00000011 is skipped, because it is damaged"):
         assert make_trainer(settings(copy)).progress.step == 10
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no manifest"])
+def test_run_is_the_same_after_a_damaged_checkpoint(reference: Path, copy: Path, damage: str) -> None:
+    DAMAGES[damage](copy / "checkpoints" / "step-00000011")
     with pytest.warns(UserWarning, match="step-00000011 is skipped"):
         make_trainer(settings(copy)).run()
     assert_same_run(copy, reference)

@@ -155,7 +155,8 @@ def test_no_average_unless_wanted() -> None:
 @pytest.mark.parametrize(
     ("name", "block"),
     [
-        *[(name, Block) for name in MODELS],
+        ("inline_swin_tiny", Block),
+        *(pytest.param(name, Block, marks=pytest.mark.slow) for name in MODELS if name != "inline_swin_tiny"),
         ("vit_tiny_patch16_224", timm.models.vision_transformer.Block),
         ("swin_tiny_patch4_window7_224", timm.models.swin_transformer.SwinTransformerBlock),
         ("convnext_atto", timm.models.convnext.ConvNeXtBlock),

@@ -435,7 +435,7 @@ def test_precision_changes_the_numbers_and_two_trainers_get_along(tmp_path: Path
     assert not torch.equal(full, half)
 
 
-@pytest.mark.parametrize("grad_accum_steps", [1, 2, 4])
+@pytest.mark.parametrize("grad_accum_steps", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_accumulated_batches_count_as_one(tmp_path: Path, grad_accum_steps: int) -> None:
     """The loss of a step, and the weights after it, are those of one batch of all samples."""
     even = {"toy__dropout": 0.0, "toy__batch_norm": False, "toy__samples": 48}
