@@ -282,7 +282,7 @@ def pack(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> byte
 
 
 class Checkpoint:
-    """damage, read_progress, read_weights and read_state on the folder of a checkpoint, as one archive."""
+    """find_damage, read_progress, read_weights and read_state on the folder of a checkpoint, as one archive."""
 
     ending: ClassVar[str] = ".zip"
     about: ClassVar[str] = "checkpoints of a run"
@@ -300,7 +300,7 @@ class Checkpoint:
         )
         packed = {"model.safetensors": checkpoints.pack_weights(weights), **checkpoints.pack_state(state)}
         path = CheckpointFolder(folder).save(progress, packed)
-        CheckpointFolder(folder).note_evaluation(progress)
+        CheckpointFolder(folder).save_evaluation(progress)
         return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
     def good(self) -> list[bytes]:
@@ -338,7 +338,7 @@ class Checkpoint:
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
                 (self.folder / Path(name).name).write_bytes(archive.read(name))
-        problem = checkpoints.damage(self.folder)
+        problem = checkpoints.find_damage(self.folder)
         if problem is not None:
             raise ValueError(problem)
         progress = checkpoints.read_progress(self.folder)

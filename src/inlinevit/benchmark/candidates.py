@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from math import isqrt
 from typing import Any
 
-import timm
+import timm  # noqa: F401  # before our layers: it registers our models, which need them
 import torch
 from torch import Tensor, nn
 
 from ..layers import BaseAttention, InLineAttention, LinearAttention, SoftmaxAttention
 from ..layers.inline_attention import PATHS
-from ..models.factory import parse_model
+from ..models import factory
 from ..utils.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
 from ..utils.validation import MOST_PIXELS, Range, check_value, require
 from .workload import Candidate, Comparison, draw_input, draw_weights
@@ -112,7 +112,7 @@ def model_comparisons(models: Sequence[str], sizes: Sequence[int], batches: Sequ
 
 def model_candidate(text: str, size: int, batch: int) -> Candidate:
     """Return a model on random images; see model_comparisons()."""
-    name, options = parse_model(text)
+    name, options = factory.parse_model(text)
     check_side("size", size)
     check_value("batch", batch, int, Range(1, MOST_PIXELS))
     require_memory_for_images(batch, 3, size, size, "choose smaller sizes or batches")
@@ -136,19 +136,10 @@ def check_side(name: str, pixels: int) -> None:
 
 
 def create_model(name: str, options: dict[str, Any], size: int) -> nn.Module:
-    """A model of timm's for images of a size, whether it must be told of the size or not."""
+    """Create a model of timm's for images of a size, which not all models take as an argument."""
     try:
-        try:
-            return timm.create_model(name, img_size=size, **options)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            return timm.create_model(name, **options)
-    except (OSError, ValueError):
-        raise
-    except Exception as error:
-        # Models of timm's do not check their arguments: what they cannot be made with, they stumble over somewhere.
-        problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        return factory.create_model(name, {}, optional={"img_size": size}, options=options, own_words={})
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name} cannot be made with {options} for images of {size}² ({problem}): choose other options or sizes"
+            f"{name} cannot be made with {options} for images of {size}² ({error}): choose other options or sizes"
         ) from error

@@ -9,8 +9,8 @@ import torch
 from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_yaml
 from ..utils.validation import require
-from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
-from .config import AnyConfig, from_plain
+from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
+from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK, is_foreign_lock
 
 RUN_CONFIG = "config.yaml"
@@ -105,7 +105,7 @@ def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
         path: The file.
     """
     try:
-        return from_plain(kind, read_yaml(path))
+        return config_from_dict(kind, read_yaml(path))
     except (ValueError, TypeError) as error:
         task = task_of(kind)
         for note, (other, commands) in TASKS.items():
@@ -139,7 +139,7 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
     if checkpoint != BEST and not chosen.is_dir():
         return chosen
     # Weights may lie in any folder; one with a manifest is a checkpoint, and its files are to be as they were written.
-    problem = damage(chosen) if checkpoint == BEST or (chosen / MANIFEST).exists() else None
+    problem = find_damage(chosen) if checkpoint == BEST or (chosen / MANIFEST).exists() else None
     if problem is not None:
         raise ValueError(f"{chosen} cannot be used ({problem}): choose another checkpoint")
     return _weights_in(chosen)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...engine.config import MOST_STEPS, from_plain
+from ...engine.config import MOST_STEPS, config_from_dict
 from ...recipes import load_recipe, merge
 from ...tasks.classification.config import ClassificationConfig
 from ...utils.validation import Range, check_value, require
@@ -39,7 +39,7 @@ def demo_config(
             "checkpoint_steps": max(1, steps // 6),
         },
     }
-    return from_plain(ClassificationConfig, merge(load_recipe("embedded", "classification"), changes))
+    return config_from_dict(ClassificationConfig, merge(load_recipe("embedded", "classification"), changes))
 
 
 def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps: int = 900) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...benchmark.machine import pinned_threads
-from ...engine.config import from_plain
+from ...engine.config import config_from_dict
 from ...report import environment
 from ...tasks.classification.model import build_model
 from ...utils.atomic import atomic_write_json
@@ -93,7 +93,7 @@ def read_record(path: Path) -> Record:
     content = json.loads(path.read_text())
     cells = {}
     for key, cell in content.pop("cells").items():
-        runs = {int(seed): from_plain(Outcome, run) for seed, run in cell["runs"].items()}
+        runs = {int(seed): config_from_dict(Outcome, run) for seed, run in cell["runs"].items()}
         cells[key] = CellRecord(cell["options"], cell["parameters"], runs)
     del content["studies"]
     return Record(content.pop("settings"), cells, content)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ...engine.config import from_plain
+from ...engine.config import config_from_dict
 from ...recipes import load_recipe, merge
 from ...tasks.classification.config import ClassificationConfig
 
@@ -237,4 +237,4 @@ def cell_config(
             "log_every": max(1, steps // 10),
         },
     }
-    return from_plain(ClassificationConfig, merge(load_recipe("reproduce", "classification"), changes))
+    return config_from_dict(ClassificationConfig, merge(load_recipe("reproduce", "classification"), changes))

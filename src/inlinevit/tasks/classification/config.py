@@ -63,7 +63,7 @@ class ClassificationDataOptions(DataOptions):
     What is not said is as in the run, or, without a run or with other images, the default of `inlinevit train`.
     """
 
-    places: ClassVar[tuple[str, ...]] = ("path", "eval_path")
+    source_fields: ClassVar[tuple[str, ...]] = ("path", "eval_path")
 
     path: str | None = None
     """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""

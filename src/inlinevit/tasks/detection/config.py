@@ -34,7 +34,7 @@ class DetectionDataConfig(SplitDataConfig):
 class DetectionDataOptions(SplitDataOptions):
     """Which images to evaluate on, where they are not those of the training run."""
 
-    places: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
+    source_fields: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
 
     eval_annotations: str | None = None
     """The annotations to evaluate on, if they lie elsewhere; null = as in the run."""

@@ -100,8 +100,8 @@ def make_train_loader(
     # Squares of large-scale jitter are all alike.
     if config.group_by_aspect and augment.scale_jitter is None:
         lying = [int(source.aspect(index) >= 1) for index in range(len(source))]
-        drawn_batch = plan.drawn_batch_size * plan.drawn_processes
-        order = GroupedSampler(lying, plan.batch_size, drawn_batch=drawn_batch, **dealing)
+        total_batch = plan.initial_batch_size * plan.initial_processes
+        order = GroupedSampler(lying, plan.batch_size, total_batch=total_batch, **dealing)
     else:
         order = ShardedSampler(len(source), plan.batch_size, **dealing)
     check_one_batch(len(order), len(source), plan.batch_size, plan.processes)

@@ -207,7 +207,7 @@ def evaluate_command(
 def evaluation_data(run: str | None, options: DetectionDataOptions) -> DetectionDataConfig:
     """The images to evaluate on: those of a run, but for what is said of them, unless others are named."""
     data = options.applied_to(None if run is None else run_config(DetectionConfig, run).data, DetectionDataConfig())
-    unused = [name for name in ("path", "eval_split") if name in options.said()]
+    unused = [name for name in ("path", "eval_split") if name in options.overrides()]
     require(
         not unused or data.eval_annotations is None or data.eval_folder is None,
         f"data.{' and data.'.join(unused)} would not be used, because data.eval_annotations and data.eval_folder name "
