@@ -21,6 +21,7 @@ from inlinevit.engine.config import OptimizerConfig, RunConfig, ScheduleConfig
 from inlinevit.engine.trainer import Trainer
 from inlinevit.tasks.classification.config import AugmentConfig, DataConfig, DistillationConfig, ModelConfig
 from inlinevit.tasks.detection.config import DetectionAugmentConfig, DetectionDataConfig, DetectorConfig
+from inlinevit.tasks.multilabel.config import MultilabelDataConfig, MultilabelLossConfig
 from inlinevit.tasks.segmentation.config import (
     InferenceConfig,
     SegmentationAugmentConfig,
@@ -44,6 +45,8 @@ CONFIGS: tuple[Any, ...] = (
     SegmentationAugmentConfig,
     SegmenterConfig,
     InferenceConfig,
+    MultilabelDataConfig,
+    MultilabelLossConfig,
     Effort,
 )
 NAN, INFINITE = float("nan"), float("inf")

@@ -13,7 +13,7 @@ from inlinevit.tasks.segmentation import cost as segmentation
 
 def main() -> None:
     """Write all tables. Accuracies and the names of models are taken from the present ones."""
-    write(catalog.FILE, catalog.CATALOG, catalog.measure_facts)
+    write(catalog.FILE, catalog.CATALOG, lambda name: asdict(catalog.measure_facts(name)))
     write(detection.FILE, detection.DETECTOR_CATALOG, detection.measure_facts)
     write(segmentation.FILE, segmentation.SEGMENTER_CATALOG, segmentation.measure_facts)
 
@@ -24,9 +24,9 @@ def write(file: Path, names: Iterable[str], measure: Callable[[str], Any]) -> No
     Args:
         file: The table.
         names: The models.
-        measure: From the name of a model to its facts, a dataclass.
+        measure: From the name of a model to its facts.
     """
-    file.write_text(table_text({name: asdict(measure(name)) for name in names}), encoding="utf-8")
+    file.write_text(table_text({name: measure(name) for name in names}), encoding="utf-8")
     print(f"wrote {file}")
 
 

@@ -4,17 +4,19 @@ import os
 import re
 import threading
 import time
+from functools import partial
 
 import pytest
 import yaml
 
 from inlinevit import cli
-from inlinevit.cli import detect, segment, train
+from inlinevit.cli import train
 from inlinevit.cli.train import parse_config
 from inlinevit.recipes import COMMANDS, HOME, load_recipe, recipe_names
+from inlinevit.tasks import TASKS
 from inlinevit.tasks.classification.config import ClassificationConfig
 
-PARSE = {"classification": train.parse_config, "detection": detect.parse_config, "segmentation": segment.parse_config}
+PARSE = {task: partial(train.parse_config, task=task) for task in TASKS}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_companion_files_are_relative_to_the_recipe_that_names_them(tmp_path, mo
     (tmp_path / "a" / "base.yaml").write_text("data: {labels: labels.yaml, path: images}\nrun: {output: runs/x}\n")
     (tmp_path / "a" / "own.yaml").write_text("base: base\n")
     monkeypatch.chdir(tmp_path)
-    config = segment.parse_config(["--config", "a/own.yaml"])
+    config = PARSE["segmentation"](["--config", "a/own.yaml"])
     assert config.data.labels == str(tmp_path / "a" / "labels.yaml")
     # Data and results are not parts of a recipe.
     assert (config.data.path, config.run.output) == ("images", "runs/x")

@@ -1,5 +1,6 @@
 """What a training run leaves in its folder."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import yaml
 
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
 from inlinevit.engine.config import AnyConfig, config_from_dict, to_plain
-from inlinevit.engine.runs import is_run, load_config, run_weights
+from inlinevit.engine.runs import is_run, open_run, run_weights
 from inlinevit.tasks.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
 from inlinevit.tasks.detection.config import DetectionConfig
 from inlinevit.tasks.segmentation.config import SegmentationConfig
@@ -21,33 +22,45 @@ def test_configurations_come_back(tmp_path: Path) -> None:
     )
     config.optimizer.betas = (0.5, 0.6)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
-    assert load_config(ClassificationConfig, tmp_path / "config.yaml") == config
+    assert open_run(ClassificationConfig, str(tmp_path)).config == config
     assert config_from_dict(AugmentConfig, {"scale": [0.1, 0.2]}).scale == (0.1, 0.2)
     for content in ("- 1", "", "model: 3", "model: {img_size: -1}", "a: [", "model: {name: 'x'}\n\tb"):
         (tmp_path / "config.yaml").write_text(content)
-        with pytest.raises(ValueError, match="no configuration of a classification run"):
-            load_config(ClassificationConfig, tmp_path / "config.yaml")
+        with pytest.raises(ValueError, match="not the configuration of a classification run"):
+            open_run(ClassificationConfig, str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("written", "read", "note", "message"),
+    ("written", "read", "task", "command", "message"),
     [
-        (ClassificationConfig(), DetectionConfig, "classes.json", "holds a classification run, not a detection run"),
-        (DetectionConfig(), ClassificationConfig, "categories.json", "use inlinevit detect eval"),
-        (SegmentationConfig(), ClassificationConfig, "labels.json", "use inlinevit segment eval"),
-        (SegmentationConfig(), DetectionConfig, "labels.json", "holds a segmentation run, not a detection run"),
+        (
+            ClassificationConfig(),
+            DetectionConfig,
+            "classification",
+            "inlinevit",
+            "holds a classification run, not a detection run",
+        ),
+        (DetectionConfig(), ClassificationConfig, "detection", "inlinevit detect", "use inlinevit detect eval"),
+        (SegmentationConfig(), ClassificationConfig, "segmentation", "inlinevit segment", "use inlinevit segment eval"),
+        (
+            SegmentationConfig(),
+            DetectionConfig,
+            "segmentation",
+            "inlinevit segment",
+            "holds a segmentation run, not a detection run",
+        ),
     ],
 )
 def test_a_run_of_another_task_is_told(
-    written: object, read: type[AnyConfig], note: str, message: str, tmp_path: Path
+    written: object, read: type[AnyConfig], task: str, command: str, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(to_plain(written)))
-    assert load_config(type(written), file) == written
-    (tmp_path / note).write_text("[]")
-    assert load_config(type(written), file) == written
+    assert open_run(type(written), str(tmp_path)).config == written
+    (tmp_path / "task.json").write_text(json.dumps({"name": task, "command": command}))
+    assert open_run(type(written), str(tmp_path)).config == written
     with pytest.raises(ValueError, match=message):
-        load_config(read, file)
+        open_run(read, str(tmp_path))
 
 
 def test_which_weights_are_meant(tmp_path: Path) -> None:

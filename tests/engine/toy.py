@@ -191,7 +191,7 @@ class ToyTask:
         loss, count = accelerator.reduce(total, "sum").tolist()
         return {"error": self.metrics.pop(0) if self.metrics else loss / count, "samples": count}
 
-    def notes(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return {"classes": list(range(CLASSES))}
 
 

@@ -22,7 +22,7 @@ from inlinevit.engine.trainer import Stopped, Trainer
 from inlinevit.experiments.demo import ATTENTIONS, compare, demo, demo_config
 from inlinevit.experiments.demo.sections import TrainedModel, verdict
 from inlinevit.report import STYLES, Report, blocks, style
-from inlinevit.tasks.classification.metrics import Evaluation
+from inlinevit.tasks.classification.metrics import ClassificationEvaluation
 
 STEPS = 4
 TEST_IMAGES = 30
@@ -260,7 +260,7 @@ def test_importing_the_demo_is_light() -> None:
 def model(right: int, seconds: float, parameters: int) -> TrainedModel:
     """Return a model that is correct on the first `right` of 1,000 images of class 0."""
     predictions = np.where(np.arange(1000) < right, 0, 1)
-    evaluation = Evaluation(right / 10, 100.0, 0.0, 1.0, torch.tensor([[right, 1000 - right], [0, 0]]))
+    evaluation = ClassificationEvaluation(right / 10, 100.0, 0.0, 1.0, torch.tensor([[right, 1000 - right], [0, 0]]))
     return TrainedModel(parameters, evaluation, predictions, [], 50, [seconds] * 4)
 
 

@@ -30,11 +30,12 @@ from inlinevit import recipes
 from inlinevit.cli.dispatch import option_names
 from inlinevit.cli.errors import report_error
 from inlinevit.cli.train import make_parser
+from inlinevit.data.images import ImageFiles
 from inlinevit.engine import checkpoints
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress
+from inlinevit.engine.predictor import read_images
 from inlinevit.models import InLineDeiT, load_checkpoint
-from inlinevit.tasks.classification.dataset import LabelledImages
-from inlinevit.tasks.classification.predict import FileSource
+from inlinevit.tasks import TASKS
 from inlinevit.tasks.classification.transforms import InputSpec, evaluation_transform
 from inlinevit.tasks.detection.coco import CocoSource
 from inlinevit.tasks.segmentation.labels import read_labels
@@ -448,7 +449,7 @@ class Recipe(Yaml):
     def __init__(self, folder: Path) -> None:
         names = ("inline_swin_tiny", "inline_deit_tiny", "embedded", "cifar10")
         super().__init__([(recipes.HOME / "classification" / f"{name}.yaml").read_bytes() for name in names])
-        self.parser = make_parser()
+        self.parser = make_parser(TASKS["classification"])
 
     def run(self, path: Path) -> None:
         """Parse it as `inlinevit train --config FILE` does."""
@@ -636,15 +637,12 @@ class Images:
         return change_bytes(generator.choice(self.seeds), generator, self.seeds, self.TOKENS)
 
     def run(self, path: Path) -> None:
-        """Read it as evaluation does; an image that cannot be used comes with one line that says why."""
+        """Read it as prediction does; an image that cannot be used comes with one line that says why."""
         for mode in ("RGB", "L"):
-            images = LabelledImages(FileSource([str(path)]), lambda image: image, mode, num_classes=1)
-            sample: Any = images[0]
-            image, label, problems = sample
-            if problems:
-                assert len(problems) == 1
-                raise ValueError(problems[0])
-            assert label == 0
+            (read,) = read_images(ImageFiles([str(path)]), mode)
+            image = read.image
+            if image is None:
+                raise ValueError(read.error)
             assert image.mode == mode
             if mode == "RGB":
                 tensor = self.transform(image)

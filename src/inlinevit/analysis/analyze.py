@@ -17,22 +17,27 @@ from torch import Tensor, nn
 
 from ..engine.config import MOST_IMAGES
 from ..engine.outputs import check_output_folder
+from ..engine.runs import has_config, open_run
 from ..layers import ATTENTIONS, BaseAttention
 from ..models.factory import parse_model
 from ..report import STYLES, Block, Report, Section, Table, Text
-from ..tasks.classification.config import ClassificationDataOptions, DataConfig, ModelConfig
-from ..tasks.classification.dataset import UnreadableCounter, make_eval_loader
-from ..tasks.classification.evaluate import (
-    check_batch_memory,
-    drop_unreadable,
-    evaluation_data,
-    match_classes,
-    places_of,
+from ..tasks.classification.config import (
+    ClassificationConfig,
+    ClassificationDataOptions,
+    DataConfig,
+    ModelConfig,
 )
+from ..tasks.classification.dataset import UnreadableCounter, drop_unreadable, make_eval_loader
 from ..tasks.classification.model import build_model
-from ..tasks.classification.predictor import ClassificationPredictor, check_name_or_run, load_classifier, run_config
+from ..tasks.classification.predictor import (
+    ClassificationPredictor,
+    check_batch_memory,
+    find_classification_run,
+    load_classifier,
+    match_classes,
+)
 from ..tasks.classification.shards import ShardSource
-from ..tasks.classification.sources import ImageSource, SubsetSource, open_part
+from ..tasks.classification.sources import ImageSource, SubsetSource, open_part, source_paths
 from ..tasks.classification.transforms import InputSpec, evaluation_transform, input_spec
 from ..utils.atomic import make_output_dir
 from ..utils.validation import check_fields, require
@@ -209,12 +214,11 @@ def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
         model: The folder of a training run, or NAME or NAME:OPTION=VALUE,OPTION=VALUE.
         img_size: See load_classifier.
     """
-    run = run_config(model)
-    if run is None:
+    if has_config(model):
+        config = replace(open_run(ClassificationConfig, model).config.model, checkpoint=None, pretrained=False)
+    else:
         name, options = parse_model(model)
         config = ModelConfig(name=name, kwargs=options)
-    else:
-        config = replace(run.model, checkpoint=None, pretrained=False)
     config = replace(config, drop_path_rate=0.0, img_size=config.img_size if img_size is None else img_size)
     made_for = get_pretrained_cfg(config.name)
     num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0) or 1000
@@ -222,7 +226,7 @@ def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         built = build_model(config, num_classes).eval()
-    return ClassificationPredictor(built, num_classes, None, input_spec(config), config.name)
+    return ClassificationPredictor(built, config.name, num_classes, None, input_spec(config))
 
 
 def analyze_command(
@@ -264,12 +268,13 @@ def analyze_command(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for model in models:
         if not untrained:
-            check_name_or_run(model)
-    config = evaluation_data(models[0], ClassificationDataOptions(path=data))
+            find_classification_run(model)
+    run = open_run(ClassificationConfig, models[0]) if has_config(models[0]) else None
+    config = ClassificationDataOptions(path=data).applied_to(None if run is None else run.config.data, DataConfig())
     source = open_part(config, training=False)
-    places = places_of(source)
-    inputs = [*places.files, *([checkpoint] if checkpoint else [])]
-    folder = check_output_folder(output, OUTPUTS, inputs=inputs, image_folders=places.folders)
+    files, folders = source_paths(source)
+    inputs = [*files, *([checkpoint] if checkpoint else [])]
+    folder = check_output_folder(output, OUTPUTS, inputs=inputs, image_folders=folders)
     classifiers = [
         open_untrained(model, img_size)
         if untrained
@@ -277,7 +282,7 @@ def analyze_command(
         for model in models
     ]
     for classifier in classifiers:
-        check_batch_memory(classifier.spec, batch_size, min(max(images, confusion_images), len(source)))
+        check_batch_memory(classifier.spec, min(batch_size, max(images, confusion_images), len(source)))
     make_output_dir(folder)
     attentions = [attention_of(classifier.model) for classifier in classifiers]
     labels = labels_of(models, attentions)
@@ -285,7 +290,7 @@ def analyze_command(
     for model, classifier, attention, label in zip(models, classifiers, attentions, labels, strict=True):
         subject = subject_of(classifier, label, attention, source, untrained)
         analyses.append(analyze(subject, source, effort, console))
-        weights = "random" if untrained else checkpoint or ("of the run" if run_config(model) else "published")
+        weights = "random" if untrained else checkpoint or ("of the run" if has_config(model) else "published")
         size = f"{classifier.spec.size} × {classifier.spec.size}"
         rows.append((label, model, classifier.name, attention, weights, size))
     headings = ("name", "given as", "model", "attention", "weights", "pixels")

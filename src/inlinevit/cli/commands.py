@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ..tasks import TASKS, TaskEntry
+
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
@@ -40,15 +42,30 @@ def from_module(name: str, help: str) -> Entry:
     return Entry(help, lambda: import_module(f"{__package__}.{name}").COMMAND)
 
 
+def of_task(task: TaskEntry) -> dict[str, Entry]:
+    """Return the commands of a task: make_command(task) of the modules train, eval and predict."""
+
+    def from_task(module: str) -> Callable[[], Command]:
+        return lambda: import_module(f"{__package__}.{module}").make_command(task)
+
+    return {
+        "train": Entry(f"train a model for {task.description}", from_task("train")),
+        "eval": Entry(f"evaluate a model for {task.description}", from_task("eval")),
+        "predict": Entry(f"predict images with a model for {task.description}", from_task("predict")),
+    }
+
+
+def with_command(task: TaskEntry) -> Entry:
+    """Return the entry of a task with a command of its own."""
+    return Entry(f"{task.description}: train, eval, predict", lambda: of_task(task))
+
+
 COMMANDS: dict[str, Entry] = {
     "demo": from_module("demo", "train softmax, linear and InLine attention side by side, in minutes"),
     "models": from_module("models", "list all models with their size, cost and accuracy"),
     "recipes": from_module("recipes", "list the recipes that --config takes, or print one of them"),
-    "train": from_module("train", "train a classifier"),
-    "eval": from_module("eval", "evaluate a classifier"),
-    "predict": from_module("predict", "classify images"),
-    "detect": from_module("detect", "object detection: train, evaluate, predict"),
-    "segment": from_module("segment", "semantic segmentation: train, evaluate, predict"),
+    **of_task(TASKS["classification"]),
+    **{task.command: with_command(task) for task in TASKS.values() if task.command},
     "analyze": from_module("analyze", "measure what the attention of models does"),
     "figure1": from_module("figure1", "redraw the paper's first figure"),
     "bench": from_module("bench", "measure speed and memory"),

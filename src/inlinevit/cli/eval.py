@@ -1,51 +1,34 @@
-"""`inlinevit eval`: evaluate a classifier."""
+"""`inlinevit [TASK] eval`: evaluate a model."""
 
-from typing import Literal
+from functools import partial
 
 from jsonargparse import ArgumentParser, Namespace
 
-from ..tasks.classification.config import ClassificationDataOptions
+from ..tasks import TaskEntry
 from .commands import Command
-from .parsing import add_options, new_parser
+from .parsing import add_model, add_options, new_parser, to_config
 
 
-def evaluate(
-    model: str,
-    data: ClassificationDataOptions,
-    checkpoint: str | None = None,
-    img_size: int | None = None,
-    crop_pct: float | None = None,
-    output: str | None = None,
-    precision: Literal["no", "bf16", "fp16"] = "no",
-) -> None:
-    """Evaluate a classifier.
-
-    Args:
-        model: The folder of a training run, or the name of a model of ours or of timm's.
-        data: The images; those of the training run, if none are named.
-        checkpoint: With a name, the file of its weights (default: the published ones); with a run, "best" or a
-            checkpoint (default: the final weights).
-        img_size: Side of the images that the model sees; null = what it was trained for.
-        crop_pct: Share of an image's side that the model sees; null = what it was trained for.
-        output: Folder for evaluation.json, per_class.csv and confusion.png.
-        precision: Mixed precision: no, bf16 or fp16.
-    """
-    from ..tasks.classification.evaluate import evaluate_command
-
-    evaluate_command(model, data, checkpoint, img_size, crop_pct, output, precision)
-
-
-def make_parser() -> ArgumentParser:
-    """Return the parser: the arguments of evaluate()."""
-    parser = new_parser("eval", "Evaluate a classifier.", "MODEL [options]")
-    parser.add_argument("model", type=str, metavar="MODEL", help="folder of a training run, or name of a model")
-    add_options(parser, evaluate, skip=["model"])
+def make_parser(entry: TaskEntry) -> ArgumentParser:
+    """Return the parser: a model, and the task's EvalOptions."""
+    usage = f"{'MODEL' if entry.needs_model else '[MODEL]'} [options]"
+    parser = new_parser(entry.command_line("eval"), f"Evaluate a model for {entry.description}.", usage)
+    if entry.needs_model:
+        add_model(parser, entry)
+    else:
+        about = "folder of a training run"
+        parser.add_argument("model", nargs="?", type=str, default=None, metavar="MODEL", help=about)
+    add_options(parser, entry.load_eval_options())
     return parser
 
 
-def run(settings: Namespace) -> None:
-    """Evaluate a classifier."""
-    evaluate(**vars(settings))
+def run(entry: TaskEntry, settings: Namespace) -> None:
+    """Evaluate a model."""
+    from ..engine.evaluator import evaluate_command
+
+    evaluate_command(entry.load_task(), settings.model, to_config(settings, entry.load_eval_options()))
 
 
-COMMAND = Command(make_parser, run)
+def make_command(entry: TaskEntry) -> Command:
+    """Return the command of a task."""
+    return Command(partial(make_parser, entry), partial(run, entry))

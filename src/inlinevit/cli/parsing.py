@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from ..recipes import find_recipe, merge_parts, read_parts
+from ..tasks import TaskEntry
 
 if TYPE_CHECKING:
     from ..engine.config import TrainConfig
@@ -39,7 +40,14 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
         skip: Names that are not to become options.
     """
     if isinstance(source, type):
-        parser.add_class_arguments(source, skip=set(skip))
+        files = [one.name for one in fields(cast(Any, source)) if one.type == list[str] | None]
+        parser.add_class_arguments(source, skip={*skip, *files})
+        # jsonargparse takes lists as YAML, as in --results "[a, b]"; files are easier to give as --results a b.
+        described = new_parser("", "")
+        described.add_class_arguments(source)
+        for name in files:
+            about = next(action.help for action in described._actions if action.dest == name)
+            parser.add_argument(f"--{name}", nargs="+", type=str, default=None, metavar="FILE", help=about)
     else:
         parser.add_function_arguments(source, skip=set(skip))
     sections = {action.dest for action in parser._actions if "." in action.dest}
@@ -49,6 +57,12 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
             # --SECTION FILE reads a whole section; --config does so for all of them.
             if action.dest == name:
                 action.help = SUPPRESS
+
+
+def add_model(parser: ArgumentParser, task: TaskEntry) -> None:
+    """Add the model that a command of a task is given."""
+    about = "folder of a training run" + (", or name of a model" if task.accepts_names else "")
+    parser.add_argument("model", type=str, metavar="MODEL", help=about)
 
 
 class RecipeAction(ActionConfigFile):

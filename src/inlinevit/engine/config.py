@@ -5,10 +5,10 @@ from argparse import ArgumentError
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ..utils.files import read_yaml
-from ..utils.validation import check_fields, require
+from ..utils.validation import Range, check_fields, check_value, require
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -178,8 +178,14 @@ class RunConfig:
 
 @dataclass
 class SplitDataConfig:
-    """Data of dense tasks: they come in splits, and are evaluated one image at a time."""
+    """Data of dense tasks, which come in splits and are evaluated one image at a time; a task adds defaults."""
 
+    path: str
+    """The folder of the data."""
+    train_split: str
+    """The split to train on."""
+    eval_split: str
+    """The split to evaluate on."""
     max_train_samples: int | None = None
     """Train on this many images, the first of the split; null = all."""
     max_eval_samples: int | None = None
@@ -207,9 +213,9 @@ class SplitDataConfig:
 
 @dataclass
 class DataOptions:
-    """Which images to evaluate on, where they are not those of the training run."""
+    """Data to evaluate on, where they differ from those of the training run."""
 
-    # Fields that name other data, to which the run's other data settings do not apply.
+    # Fields that name other data: the rest of the run's data config does not apply to these.
     source_fields: ClassVar[tuple[str, ...]] = ()
 
     path: str | None = None
@@ -220,27 +226,27 @@ class DataOptions:
     """Processes that read images; null = as in the run."""
 
     def overrides(self) -> dict[str, Any]:
-        """Return the fields of a configuration that differ from the run's."""
+        """Return the fields of the data config that differ from those of the run."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def applied_to(self, run: AnyConfig | None, default: AnyConfig) -> AnyConfig:
-        """Return the data configuration of a run with the fields that are given here; its own checks apply.
+    def applied_to(self, run: Any, default: Any) -> Any:
+        """Return the data config of a run with these options in place of its own; its checks refuse bad values.
 
         Args:
-            run: The run's data configuration; None = there is no run.
-            default: Used instead if there is no run, or other data are named.
+            run: The data config of the run; None = there is no run.
+            default: Applies instead without a run, or if the options name other data.
         """
         overrides = self.overrides()
-        is_other = run is None or bool(overrides.keys() & set(self.source_fields))
-        return cast(AnyConfig, replace(cast(Any, default if is_other else run), **overrides))
+        is_elsewhere = run is None or bool(overrides.keys() & set(self.source_fields))
+        return replace(default if is_elsewhere else run, **overrides)
 
 
 @dataclass
 class SplitDataOptions(DataOptions):
-    """Which images to evaluate on, where they are not those of the training run."""
+    """Data to evaluate on, where they differ from those of the training run."""
 
     max_eval_samples: int | Literal["all"] | None = None
-    """Evaluate on this many images, the first of the split, or on all; null = as in the run."""
+    """Evaluate on the first images of the split, or on all of them; null = as in the run."""
 
     def overrides(self) -> dict[str, Any]:
         """See DataOptions.overrides."""
@@ -248,6 +254,64 @@ class SplitDataOptions(DataOptions):
             name: None if value == "all" and name == "max_eval_samples" else value
             for name, value in super().overrides().items()
         }
+
+
+@dataclass(kw_only=True)
+class CommandOptions:
+    """Options of `eval` and `predict`."""
+
+    # Fields that are probabilities.
+    probabilities: ClassVar[tuple[str, ...]] = ()
+
+    checkpoint: str | None = None
+    """"best" or a checkpoint of the run; null = the final weights."""
+    device: str | None = None
+    """Where to compute, such as cpu or cuda; null = the best device there is."""
+
+    def __post_init__(self) -> None:
+        for name in self.probabilities:
+            value = vars(self)[name]
+            require(0 <= value <= 1, f"{name} is {value}: it should be from 0 to 1")
+
+
+@dataclass(kw_only=True)
+class EvalOptions(CommandOptions):
+    """Options of `eval`; a task adds its own."""
+
+    data: DataOptions = field(default_factory=DataOptions)
+    output: str | None = None
+    """Folder for evaluation.json, per_class.csv and further files; null = only print tables."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Mixed precision: no, bf16 or fp16."""
+
+
+@dataclass(kw_only=True)
+class PredictOptions(CommandOptions):
+    """Options of `predict`; a task adds its own."""
+
+
+@dataclass(kw_only=True)
+class ClassPredictOptions(PredictOptions):
+    """Options of `predict` for tasks that predict classes of images."""
+
+    format: Literal["table", "json", "csv"] = "table"
+    """Format of the results."""
+    output: str | None = None
+    """File for the results; null = print them."""
+    batch_size: int = 32
+    """Images in a batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_value("batch_size", self.batch_size, int, Range(1, MOST_IMAGES))
+
+
+@dataclass(kw_only=True)
+class DrawingPredictOptions(PredictOptions):
+    """Options of `predict` for tasks that draw their results."""
+
+    output: str
+    """Folder for the drawings and predictions.json."""
 
 
 @dataclass

@@ -1,40 +1,38 @@
-"""What a training run leaves in its folder, whatever its task: which configuration, which weights."""
+"""What a training run leaves in its folder, whatever its task: its configuration, its weights, its metadata."""
 
 import os
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ..utils.atomic import atomic_write_bytes
-from ..utils.files import read_yaml
+from ..utils.files import read_json, read_yaml
 from ..utils.validation import require
 from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
 from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK, is_foreign_lock
 
+Parsed = TypeVar("Parsed")
+
 RUN_CONFIG = "config.yaml"
 RUN_WEIGHTS = "model.safetensors"
 RUN_CHECKPOINTS = "checkpoints"
 BEST = "best"
-# In a checkpoint, averaged weights are the better ones.
+# In a checkpoint, averaged weights are preferred.
 CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
-# What a task notes in the folder tells whose run it is.
-RUN_CLASSES = "classes.json"
-RUN_CATEGORIES = "categories.json"
-RUN_LABELS = "labels.json"
-TASKS = {
-    RUN_CLASSES: ("classification", "inlinevit eval or inlinevit predict"),
-    RUN_CATEGORIES: ("detection", "inlinevit detect eval or inlinevit detect predict"),
-    RUN_LABELS: ("segmentation", "inlinevit segment eval or inlinevit segment predict"),
-}
-
-# What a run leaves in its folder, besides its checkpoints.
-RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *TASKS)
+# Names the task of a run; what else tasks store beside the results.
+RUN_TASK = "task.json"
+RUN_METADATA = (RUN_TASK, "classes.json", "categories.json", "labels.json")
+# What a run writes into its folder, besides its checkpoints.
+RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *RUN_METADATA)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a training run."""
+    """Return whether a folder is that of a training run."""
     if CheckpointFolder(folder / RUN_CHECKPOINTS).paths():
         return True
     try:
@@ -78,47 +76,87 @@ def check_free_folder(folder: Path) -> None:
         )
 
 
-def run_config(kind: type[AnyConfig], run: str) -> AnyConfig:
-    """The configuration of a training run.
+@dataclass
+class Run(Generic[AnyConfig]):
+    """A training run that is read.
+
+    Attributes:
+        folder: Its folder.
+        config: Its configuration.
+    """
+
+    folder: Path
+    config: AnyConfig
+
+    def weights(self, checkpoint: str | None) -> Path:
+        """Return the file with its weights; see run_weights()."""
+        return run_weights(self.folder, checkpoint)
+
+    def metadata(self, name: str, parse: Callable[[Any], Parsed]) -> Parsed:
+        """Read what the task has stored in a JSON file.
+
+        Args:
+            name: The file.
+            parse: From its content to what is needed; raises ValueError, TypeError or KeyError if that is not there.
+        """
+        file = self.folder / name
+        remedy = "restore it from the run, or train again"
+        try:
+            return parse(read_json(file))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{file} is missing: {remedy}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file} cannot be used ({' '.join(str(error).split())}): {remedy}") from error
+
+
+def has_config(folder: str) -> bool:
+    """Return whether this is a folder with the configuration of a run, as opposed to the name of a model."""
+    return (Path(folder) / RUN_CONFIG).is_file()
+
+
+def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
+    """Open a training run.
 
     Args:
-        kind: The class of the task's configurations.
-        run: The folder of the run.
+        config_class: The task's configuration.
+        folder: The folder of the run.
+
+    Raises:
+        FileNotFoundError: There is no run.
+        ValueError: It is the run of another task, or its configuration is damaged.
     """
-    file = Path(run) / RUN_CONFIG
-    if not file.is_file():
-        problem = f"{run} holds no {RUN_CONFIG}" if file.parent.is_dir() else f"no folder at {run}"
-        raise FileNotFoundError(f"{problem}: name the folder of a {task_of(kind)} run")
-    return load_config(kind, file)
-
-
-def task_of(kind: type) -> str:
-    """The task that a class of configurations is for, in a word."""
-    return kind.__name__.removesuffix("Config").lower()
-
-
-def load_config(kind: type[AnyConfig], path: str | Path) -> AnyConfig:
-    """The configuration that a training run has left.
-
-    Args:
-        kind: The class of the task's configurations.
-        path: The file.
-    """
+    path = Path(folder)
+    task = task_of(config_class)
+    if not has_config(folder):
+        problem = f"{folder} holds no {RUN_CONFIG}" if path.is_dir() else f"no folder at {folder}"
+        raise FileNotFoundError(f"{problem}: name the folder of a {task} run")
+    _require_task(path, task)
     try:
-        return config_from_dict(kind, read_yaml(path))
+        return Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
     except (ValueError, TypeError) as error:
-        task = task_of(kind)
-        for note, (other, commands) in TASKS.items():
-            if other != task and Path(path).with_name(note).is_file():
-                raise ValueError(
-                    f"{Path(path).parent} holds a {other} run, not a {task} run: use {commands}"
-                ) from error
         problem = " ".join(str(error).split())
-        raise ValueError(f"{path} is no configuration of a {task} run ({problem}): mend it") from error
+        raise ValueError(f"{path / RUN_CONFIG} is not the configuration of a {task} run ({problem}): fix it") from error
+
+
+def task_of(config_class: type) -> str:
+    """Return the name of the task that a configuration class is for."""
+    return config_class.__name__.removesuffix("Config").lower()
+
+
+def _require_task(folder: Path, task: str) -> None:
+    """Refuse the run of another task."""
+    try:
+        stored = read_json(folder / RUN_TASK)
+        name, command = str(stored["name"]), str(stored["command"])
+    except (OSError, ValueError, TypeError, KeyError):
+        # Without the file, the configuration decides.
+        return
+    if name != task:
+        raise ValueError(f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
 
 
 def run_weights(run: Path, checkpoint: str | None) -> Path:
-    """The file with the weights of a training run.
+    """Return the file with the weights of a training run.
 
     Args:
         run: Its folder.
@@ -131,7 +169,9 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
             return run / RUN_WEIGHTS
         newest = folder.newest_good()
         if newest is None:
-            raise FileNotFoundError(f"{run} holds neither {RUN_WEIGHTS} nor a good checkpoint: train on, or anew")
+            raise FileNotFoundError(
+                f"{run} holds neither {RUN_WEIGHTS} nor a good checkpoint: resume the run, or train again"
+            )
         warnings.warn(f"the run in {run} is not finished: using its checkpoint {newest.name}", stacklevel=2)
         return _weights_in(newest)
     require(bool(checkpoint.strip()), "the checkpoint is empty: name one, or leave it out")
@@ -155,8 +195,8 @@ def _weights_in(checkpoint: Path) -> Path:
 
 
 def _merged(checkpoint: Path) -> Path:
-    """The weights of a sharded checkpoint in one file, which is written beside its checkpoints if it is not there."""
-    # Here, because torch.distributed takes its time, and sharded checkpoints are rare.
+    """Return the weights of a sharded checkpoint as one file, which is written beside the checkpoint if missing."""
+    # Imported here: torch.distributed is slow to import, and sharded checkpoints are rare.
     from .state import read_shards, shard_layout
 
     checkpoint = checkpoint.resolve()

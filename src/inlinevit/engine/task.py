@@ -1,36 +1,114 @@
-"""What the loop must be told about a job: classification, detection and segmentation each are a Task."""
+"""What a task supplies; training, evaluation, prediction and all files are the engine's.
 
-from typing import Any, Protocol
+A task is a package with a config (dataclasses, no torch) and four classes:
+
+- Task: dataset, model and loss for the Trainer. Its class methods open the data of `eval` and load a Predictor.
+- Predictor: a model with its weights. It turns images into results, and draws them where there is something to draw.
+- Evaluator: runs a model on the batches of one data set and accumulates its metrics (reset, update, compute).
+- Evaluation: what an Evaluator computes: numbers, values per class, further files.
+
+`evaluate_command` and `predict_command` do the rest, the same for every task: they open the run, apply options to its
+config, check the output paths, choose the device, show progress, print tables and write files. The table TASKS of
+`inlinevit.tasks` names the classes of each task, so that the command line needs no import to list them.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
 from ..data.loader import TrainLoader
+from .config import EvalOptions, PredictOptions, TrainConfig
+from .evaluator import EvalData, Evaluator, evaluate
+from .predictor import Predictor
+from .runs import Run, open_run, task_of
 
 
-class Task(Protocol):
-    """A job: a model, data, a loss and an evaluation."""
+class Task(ABC):
+    """A task: dataset, model, loss and metrics.
 
-    # The metric that tells which weights are the best, and whether more of it is better.
-    metric: str
-    greater_is_better: bool
-    # Samples in a batch of one process, a number that batch sizes have to be multiples of, and its data workers.
-    batch_size: int
-    batch_multiple: int
-    workers: int
+    The Trainer uses the attributes and the methods of an instance; the commands `eval` and `predict` use the class
+    methods.
 
+    Args:
+        config: The run; its `data` has batch_size and workers.
+    """
+
+    # Arguments of the class statement: class MyTask(Task, config=…, command=…, metric=…).
+    # The configuration, and the command without train, eval or predict.
+    config_class: ClassVar[type[TrainConfig]]
+    command: ClassVar[str]
+    # The metric that decides which weights are the best, and whether larger is better.
+    metric: ClassVar[str]
+    greater_is_better: ClassVar[bool] = True
+    # Batch sizes must be multiples of this number.
+    batch_multiple: int = 1
+
+    def __init_subclass__(cls, config: type[TrainConfig] | None = None, command: str = "", metric: str = "") -> None:
+        if config is not None:
+            cls.config_class, cls.command, cls.metric = config, command, metric
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        # Samples in a batch of one process, and the data workers of that process.
+        self.batch_size: int = config.data.batch_size
+        self.workers: int = config.data.workers
+
+    @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model to train, with the weights it starts from."""
+        """Return the model to train, with its initial weights."""
 
+    @abstractmethod
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        """The share of one process in the training data."""
+        """Return one process's part of the training batches."""
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch that lies on the model's device."""
+        """Return the loss of a batch, which is on the model's device."""
+
+    @abstractmethod
+    def evaluator(self) -> Evaluator:
+        """Return the evaluator of the validation data."""
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        """Metrics on the validation data, the same on all processes."""
+        """Return the metrics on the validation data, the same on all processes."""
+        return evaluate(model, self.evaluator(), accelerator).numbers()
 
-    def notes(self) -> dict[str, Any]:
-        """What to leave beside the results, by the name of a JSON file: {"classes": […]}."""
+    def metadata(self) -> dict[str, Any]:
+        """Return what to store beside the results, by the name of a JSON file: {"classes": […]}."""
+        return {"task": {"name": task_of(self.config_class), "command": self.command}}
+
+    @classmethod
+    def find_run(cls, model: str | None, options: EvalOptions | PredictOptions) -> Run | None:
+        """Open the run that `eval` is given; None if it is given something else that the task accepts."""
+        if model is None:
+            raise ValueError(f"name the folder of a {task_of(cls.config_class)} run")
+        return open_run(cls.config_class, model)
+
+    @classmethod
+    @abstractmethod
+    def open_eval_data(cls, config: Any, run: Run | None, options: Any) -> EvalData:
+        """Open the data that `eval` evaluates on.
+
+        Args:
+            config: The task's data config, with the options of the command line.
+            run: The run that is evaluated, if it is one.
+            options: The task's EvalOptions.
+        """
+
+    @classmethod
+    @abstractmethod
+    def load_predictor(cls, model: str | None, options: Any) -> Predictor[Any]:
+        """Load a model with its weights, on the CPU and in evaluation mode.
+
+        Args:
+            model: The folder of a run, or a name if the task accepts one.
+            options: The task's EvalOptions or PredictOptions.
+        """
+
+    @classmethod
+    def eval_files(cls, options: Any) -> tuple[str, ...]:
+        """Return the names of the files that Evaluation.save_files writes."""
+        return ()

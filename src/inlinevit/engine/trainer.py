@@ -135,7 +135,7 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the end, from the beginning or from a checkpoint; returns the last metrics."""
         with self.folder.locked():
-            self.folder.begin(self.progress, self.task.notes(), *self.state, self.configured_batch)
+            self.folder.begin(self.progress, self.task.metadata(), *self.state, self.configured_batch)
             return self.train()
 
     def train(self) -> dict[str, float]:

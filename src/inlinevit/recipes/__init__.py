@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..tasks import TASKS
 from ..utils.files import parse_yaml, read_text, read_yaml
 from ..utils.validation import did_you_mean, require
 
 HOME = Path(__file__).parent
 # The tasks that have recipes, and the commands that take them.
-COMMANDS = {
-    "classification": "inlinevit train",
-    "detection": "inlinevit detect train",
-    "segmentation": "inlinevit segment train",
-}
+COMMANDS = {task.name: f"inlinevit {task.command_line('train')}" for task in TASKS.values()}
 LIST = "`inlinevit recipes` lists the shipped ones"
 # (section, field) of files that belong to a recipe: their paths are relative to the recipe that names them. Data and
 # results do not belong to it: their paths are relative to the working directory, as on the command line.

@@ -1,25 +1,33 @@
-"""The backbone of a detector or segmenter, with the weights that it starts from."""
+"""Backbones of detectors and segmenters, and how a model is built on one."""
 
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
+from ..engine.runs import Run
 from ..models import load_checkpoint
+from ..models._weight_files import read_state_dict, require_finite
 from ..models.factory import (
+    check_model_name,
     classes_of_weights,
     create_from_weights,
     create_model,
     create_published,
     is_ours,
+    load_weights,
 )
 from ..utils.validation import require
 from .backbone_config import BackboneConfig
 
-# Arguments of backbones that BackboneConfig has its own words for, or that the task decides.
-OWN_WORDS = {
+Model = TypeVar("Model", bound=nn.Module)
+
+# Arguments of backbones that are fields of BackboneConfig, or that the task decides.
+OWN_FIELDS = {
     "drop_path_rate": "drop_path_rate",
     "pretrained": "pretrained",
     "checkpoint_path": "checkpoint",
@@ -28,21 +36,63 @@ OWN_WORDS = {
     "out_indices": "backbone",
 }
 STRIDES = (4, 8, 16, 32)
-# The mean colour of images, in bytes: after normalisation it is 0, as is the padding that models give.
-MEAN_COLOUR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
+# The mean colour of images, in bytes: after normalisation it is 0, as is the padding of models.
+MEAN_COLOR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 # Height and width that the strides divide, and windows may not.
 PROBE_SIZE = (96, 160)
 
 
+def build_on_backbone(
+    config: BackboneConfig, assemble: Callable[[nn.Module], Model], *, prefix: str, by_class: Sequence[str]
+) -> Model:
+    """Build a model on a backbone, with the initial weights of its config.
+
+    Args:
+        config: The backbone, and a file of weights: of the backbone, or of a whole model.
+        assemble: From the backbone to the model.
+        prefix: What the names of the backbone's weights begin with in a whole model.
+        by_class: Layers whose width is the number of classes; see load_weights().
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        OSError: The published weights cannot be downloaded.
+        ValueError: There is no such backbone or option, it has other strides, or the checkpoint is of another model.
+    """
+    check_model_name(config.backbone)
+    weights = None if config.checkpoint is None else read_state_dict(config.checkpoint)
+    is_whole = weights is not None and any(name.startswith(prefix) for name in weights)
+    model = assemble(build_backbone(config, None if is_whole else weights))
+    if weights is not None and config.checkpoint is not None and is_whole:
+        load_weights(model, weights, config.checkpoint, by_class=by_class)
+    return model
+
+
+def load_trained(run: Run[Any], checkpoint: str | None, build: Callable[[Any], Model]) -> Model:
+    """Build the model of a run with its trained weights, in evaluation mode.
+
+    Args:
+        run: The run; its config has a BackboneConfig as `model`.
+        checkpoint: See run_weights().
+        build: From that config to the model.
+    """
+    file = run.weights(checkpoint)
+    weights = read_state_dict(file)
+    require_finite(weights, file)
+    # Everything is in the file: nothing is downloaded.
+    model = build(replace(run.config.model, pretrained=False, checkpoint=None, drop_path_rate=0.0))
+    load_weights(model, weights, file)
+    return model.eval()
+
+
 def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = None) -> nn.Module:
-    """A backbone as timm's features_only gives it.
+    """Build a backbone, as timm's features_only does.
 
     Args:
         config: The backbone.
         weights: A classifier's weights to start from, out of the file that the configuration names.
 
     Raises:
-        OSError: The published weights cannot be fetched.
+        OSError: The published weights cannot be downloaded.
         ValueError: There is no such backbone or option, it gives other strides, or the weights are of another model.
     """
 
@@ -50,10 +100,10 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
         return create_model(
             config.backbone,
             {"features_only": True, **more},
-            # timm's Swin takes images of one size only, unless it is told otherwise.
+            # By default, timm's Swin takes images of one size only.
             optional={"drop_path_rate": config.drop_path_rate or None, "strict_img_size": False},
             options=config.kwargs,
-            own_words=OWN_WORDS,
+            own_words=OWN_FIELDS,
         )
 
     if config.pretrained:
@@ -94,14 +144,14 @@ def require_any_size(body: nn.Module, name: str) -> None:
 
 
 def checkpoint_backbone(body: nn.Module, enable: bool) -> None:
-    """Have a backbone compute activations twice instead of keeping them, or no more."""
+    """Turn gradient checkpointing of a backbone on or off."""
     # Some of timm's wrappers have no such method; the model inside has.
     able: Any = body if hasattr(body, "set_grad_checkpointing") else body.model
     able.set_grad_checkpointing(enable)
 
 
 def undecayed_weights(body: nn.Module) -> set[str]:
-    """Names of a backbone's parameters that should not decay, as it says itself."""
+    """Return the names of a backbone's parameters without weight decay."""
     for prefix, module in (("", body), ("model.", getattr(body, "model", None))):
         if hasattr(module, "no_weight_decay"):
             model: Any = module
@@ -110,7 +160,7 @@ def undecayed_weights(body: nn.Module) -> set[str]:
 
 
 def mean_and_std(backbone: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What the images of a backbone are normalised by, by channel."""
+    """Return the mean and the standard deviation that a backbone's images are normalised by, per channel."""
     made_for = get_pretrained_cfg(backbone)
     spec = resolve_data_config(pretrained_cfg=made_for.to_dict() if made_for else {})
     return tuple(spec["mean"]), tuple(spec["std"])

@@ -3,15 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.config import TrainConfig
 from ..utils.validation import check_fields, require
 
 
 @dataclass
 class BackboneConfig:
-    """A backbone, and the weights that it starts from."""
+    """A backbone and its initial weights."""
 
     backbone: str = "inline_pvt_tiny"
-    """Any model of ours or of timm's that gives features at strides 4, 8, 16 and 32."""
+    """Any model of this library or of timm with features at strides 4, 8, 16 and 32."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the backbone, such as attention: softmax."""
     pretrained: bool = False
@@ -30,9 +31,17 @@ class BackboneConfig:
         )
         require(
             not self.pretrained or self.checkpoint is None,
-            "model.pretrained and model.checkpoint each say what to start from: choose one of them",
+            "model.pretrained and model.checkpoint both name initial weights: choose one of them",
         )
 
     def most(self) -> dict[str, float]:
         """The largest values of the fields that a task adds, by name."""
         return {}
+
+
+def refuse_layer_decay(config: TrainConfig) -> None:
+    """Refuse layer-wise learning rates, which need a classifier's layers."""
+    require(
+        config.optimizer.layer_decay is None,
+        "optimizer.layer_decay is for plain classifiers: leave it out for this task",
+    )

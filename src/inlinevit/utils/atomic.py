@@ -159,28 +159,37 @@ def atomic_write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def json_list_writer(path: Path) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that appends an item to a JSON list, which is written at the end.
+def json_items(stream: TextIO) -> Iterator[Callable[[Any], None]]:
+    """Write a JSON list to a stream, item by item: the context gives the function that writes one item."""
+    count = 0
 
-    On an error, a file that existed before stays as it was. If there was none, the items that were written so far
-    become the file, as JSON, unless there is no space for them.
+    def write(item: Any) -> None:
+        nonlocal count
+        stream.write((",\n" if count else "[\n") + json.dumps(item, ensure_ascii=False))
+        count += 1
+
+    try:
+        yield write
+    finally:
+        stream.write("\n]\n" if count else "[]\n")
+
+
+@contextmanager
+def json_list_writer(path: Path) -> Iterator[Callable[[Any], None]]:
+    """Write a JSON list to a file, item by item: the context gives the function that writes one item.
+
+    If an error ends the context, an existing file stays as it was. Without one, the items written so far become the
+    file, as valid JSON, unless the disk is full.
     """
     failure: BaseException | None = None
     with atomic_text_writer(path) as stream:
-        separator = "[\n"
-
-        def write(item: Any) -> None:
-            nonlocal separator
-            stream.write(separator + json.dumps(item, ensure_ascii=False))
-            separator = ",\n"
-
         try:
-            yield write
+            with json_items(stream) as write:
+                yield write
         except BaseException as error:
             if path.exists() or (isinstance(error, OSError) and error.errno in FULL_DISK):
                 raise
             failure = error
-        stream.write("[]\n" if separator == "[\n" else "\n]\n")
     if failure is not None:
         raise failure
 

@@ -176,6 +176,19 @@ def check_fields(config: Any, section: str, **most: float) -> None:
             )
 
 
+def check_shares(config: Any, section: str, *names: str) -> None:
+    """Refuse fields that are not from 0 to 1.
+
+    Args:
+        config: A dataclass.
+        section: Its name in recipes and options.
+        *names: The fields.
+    """
+    for name in names:
+        value = vars(config)[name]
+        require(0 <= value <= 1, f"{section}.{name} is {value}: it should be from 0 to 1")
+
+
 @cache
 def _field_types(kind: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields, by name."""

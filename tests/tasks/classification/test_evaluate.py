@@ -2,13 +2,13 @@
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +23,22 @@ from PIL import Image
 from torch import Tensor, nn
 
 from inlinevit.engine.config import to_plain
-from inlinevit.tasks.classification.config import ClassificationConfig, ClassificationDataOptions, DataConfig
-from inlinevit.tasks.classification.evaluate import evaluate, evaluate_command, evaluation_data, match_classes
-from inlinevit.tasks.classification.metrics import Evaluation
-from inlinevit.tasks.classification.predictor import ClassificationPredictor, imagenet_classes
+from inlinevit.engine.evaluator import evaluate
+from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.tasks.classification.config import (
+    ClassificationConfig,
+    ClassificationDataOptions,
+    ClassificationEvalOptions,
+    DataConfig,
+)
+from inlinevit.tasks.classification.metrics import ClassificationEvaluation, ClassificationEvaluator
+from inlinevit.tasks.classification.predictor import (
+    ClassificationPredictor,
+    find_classification_run,
+    imagenet_classes,
+    match_classes,
+)
+from inlinevit.tasks.classification.task import Classification
 from inlinevit.tasks.classification.transforms import InputSpec
 from tests import ROOT
 
@@ -62,9 +74,19 @@ class Table(nn.Module):
         return self.logits[(255 * images.mean(dim=(1, 2, 3))).round().long()]
 
 
-def run(logits: Tensor, labels: list[int], **options: object) -> Evaluation:
+def run(logits: Tensor, labels: list[int], **options: object) -> ClassificationEvaluation:
     config = DataConfig(batch_size=3, workers=0, max_unreadable=len(labels))
-    return evaluate(Table(logits), Numbers(labels, **options), SPEC, config, Accelerator(cpu=True), logits.shape[1])
+    evaluator = ClassificationEvaluator(Numbers(labels, **options), SPEC, config, logits.shape[1])
+    return evaluate(Table(logits), evaluator, Accelerator(cpu=True))
+
+
+def evaluate_command(model: str, data: ClassificationDataOptions, **options: Any) -> None:
+    evaluate_task(Classification, model, ClassificationEvalOptions(data=data, **options))
+
+
+def evaluation_data(model: str, options: ClassificationDataOptions) -> DataConfig:
+    run = find_classification_run(model)
+    return options.applied_to(None if run is None else run.config.data, DataConfig())
 
 
 def expected_calibration(logits: Tensor, labels: Tensor) -> float:
@@ -94,7 +116,7 @@ def test_numbers_are_those_of_the_definitions(classes: int) -> None:
     for label in range(classes):
         of_class = labels == label
         assert outcome.confusion[label].tolist() == torch.bincount(choice[of_class], minlength=classes).tolist()
-        accuracy = outcome.per_class[label]
+        accuracy = outcome.class_accuracy[label]
         assert accuracy == pytest.approx(100 * (choice == labels)[of_class].float().mean().item())
     assert set(outcome.numbers()) == {"top1", "top5", "calibration_error", "loss"}
 
@@ -120,7 +142,7 @@ def test_ranks_hold_where_probabilities_underflow() -> None:
 
 
 def test_class_without_images() -> None:
-    assert run(torch.eye(3), [0, 1, 1]).per_class == [100.0, 100.0 / 2, None]
+    assert run(torch.eye(3), [0, 1, 1]).class_accuracy == [100.0, 100.0 / 2, None]
 
 
 def test_loss_that_is_no_number_is_told() -> None:
@@ -141,12 +163,13 @@ def test_images_that_cannot_be_used_are_not_counted() -> None:
 def test_stops_at_the_first_bad_image_if_none_are_allowed() -> None:
     source, config = Numbers([0, 1], broken=(1,)), DataConfig(workers=0)
     with pytest.raises(ValueError, match="image 1 cannot be used"):
-        evaluate(Table(torch.eye(2)), source, SPEC, config, Accelerator(cpu=True), 2)
+        evaluate(Table(torch.eye(2)), ClassificationEvaluator(source, SPEC, config, 2), Accelerator(cpu=True))
 
 
 def test_labels_are_translated() -> None:
     source, config = Numbers([0, 1, 1]), DataConfig(workers=0)
-    outcome = evaluate(Table(torch.eye(9)[[7, 3, 4]]), source, SPEC, config, Accelerator(cpu=True), 9, labels=[7, 3])
+    evaluator = ClassificationEvaluator(source, SPEC, config, 9, labels=[7, 3])
+    outcome = evaluate(Table(torch.eye(9)[[7, 3, 4]]), evaluator, Accelerator(cpu=True))
     assert outcome.confusion[7, 7] == outcome.confusion[3, 3] == outcome.confusion[3, 4] == 1
     assert outcome.images == 3
 
@@ -159,7 +182,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from inlinevit.tasks.classification.config import DataConfig
-from inlinevit.tasks.classification.evaluate import evaluate
+from inlinevit.engine.evaluator import evaluate
+from inlinevit.tasks.classification.metrics import ClassificationEvaluator
 
 sys.path.insert(0, {folder!r})
 from tests.tasks.classification.test_evaluate import SPEC, Numbers, Table
@@ -187,7 +211,7 @@ for images in (25, 1):
         if kind == "sharded":
             fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
         config = DataConfig(batch_size=3, workers=0)
-        outcome = evaluate(model, Numbers(labels[:images]), SPEC, config, accelerator, 7)
+        outcome = evaluate(model, ClassificationEvaluator(Numbers(labels[:images]), SPEC, config, 7), accelerator)
         outcomes.append([images, kind, outcome.confusion.tolist(), outcome.numbers()])
 with open(sys.argv[1] + str(accelerator.process_index), "w") as stream:
     json.dump(outcomes, stream)
@@ -214,7 +238,7 @@ def test_two_processes_count_every_image_once(tmp_path: Path) -> None:
 
 
 def classifier(num_classes: int, classes: list[str] | None) -> ClassificationPredictor:
-    return ClassificationPredictor(nn.Identity(), num_classes, classes, SPEC, "model")
+    return ClassificationPredictor(nn.Identity(), "model", num_classes, classes, SPEC)
 
 
 def test_classes_are_matched_by_name() -> None:
@@ -266,7 +290,7 @@ def test_command_on_some_classes_of_imagenet(tmp_path: Path, capsys: pytest.Capt
     assert "goldfish" in shown
     told = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert (told["top1"], told["images"], told["img_size"]) == (50.0, 4, 48)
-    assert told["per_class"][:2] == [None, 100.0]
+    assert [one["accuracy"] for one in told["per_class"][:2]] == [None, 100.0]
     assert told["confusion"][151][1] == 2
     with (tmp_path / "out" / "per_class.csv").open() as stream:
         rows = list(csv.DictReader(stream))
@@ -317,27 +341,6 @@ def run_folder(tmp_path: Path) -> str:
     config = f"model: {{name: test_vit, img_size: 32}}\ndata: {{path: {tmp_path / 'data'}, workers: 0}}\n"
     (folder / "config.yaml").write_text(config)
     return str(folder)
-
-
-def test_command_under_torchrun(run_folder: str, tmp_path: Path) -> None:
-    """Whether or not there is a GPU, the processes share the images, and one of them tells the outcome."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "inlinevit", "eval", run_folder, "--output", str(tmp_path / "out")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("top-1 %") == 1
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["images"] == 6
-
-
-def test_names_do_not_steer_the_terminal(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["\x1b[31mant", "\x1b[31mbee"]
-    (Path(run_folder) / "classes.json").write_text(json.dumps(names))
-    images = image_folder(tmp_path / "images", names)
-    evaluate_command(run_folder, ClassificationDataOptions(path=str(images), workers=0))
-    printed = capsys.readouterr().out
-    assert "?[31m" in printed
-    assert "\x1b[31m" not in printed
 
 
 def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from inlinevit.tasks.classification import predict as predict_module
-from inlinevit.tasks.classification.predict import Prediction, predict, predict_command
+from inlinevit.data.images import ImageFiles
+from inlinevit.engine import predictor as predictor_module
+from inlinevit.engine.predictor import predict as predict_files
+from inlinevit.engine.predictor import predict_command as predict_task
+from inlinevit.engine.results import ClassProbability, Prediction
+from inlinevit.tasks.classification.config import ClassificationPredictOptions
 from inlinevit.tasks.classification.predictor import ClassificationPredictor
+from inlinevit.tasks.classification.task import Classification
 from inlinevit.tasks.classification.transforms import InputSpec
 
 SPEC = InputSpec(size=8, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="nearest", crop_pct=1.0, crop_mode="center")
@@ -34,9 +40,16 @@ class Quarters(nn.Module):
 
 @pytest.fixture
 def classifier() -> ClassificationPredictor:
-    return ClassificationPredictor(
-        Quarters(), 4, ["top left", "top right", "bottom left", "bottom right"], SPEC, "quarters"
-    )
+    names = ["top left", "top right", "bottom left", "bottom right"]
+    return ClassificationPredictor(Quarters(), "quarters", 4, names, SPEC)
+
+
+def predict(classifier: ClassificationPredictor, images: list[str], **options: Any) -> Iterator[Prediction]:
+    return predict_files(classifier, ImageFiles(images), ClassificationPredictOptions(device="cpu", **options))
+
+
+def predict_command(model: str, images: list[str], **options: Any) -> int:
+    return predict_task(Classification, model, images, ClassificationPredictOptions(**options))
 
 
 def corner(row: int, column: int) -> Image.Image:
@@ -48,19 +61,19 @@ def corner(row: int, column: int) -> Image.Image:
 
 def seen(classifier: ClassificationPredictor, *images: object, **options: int) -> list[str | None]:
     """The best class of each image, or None if it cannot be used."""
-    found = predict(classifier, [str(image) for image in images], device="cpu", **options)
-    return [prediction.classes[0].name if prediction.error is None else None for prediction in found]
+    found = predict(classifier, [str(image) for image in images], **options)
+    return [prediction.result[0].name if prediction.error is None else None for prediction in found]
 
 
 def test_probabilities(classifier: ClassificationPredictor, tmp_path: Path) -> None:
     corner(0, 1).save(tmp_path / "a.png")
-    (prediction,) = predict(classifier, [str(tmp_path / "a.png")], top=9, device="cpu")
-    assert prediction.classes[0].index == 1
-    assert len(prediction.classes) == 4
-    assert sum(chosen.probability for chosen in prediction.classes) == pytest.approx(1, abs=1e-5)
-    assert prediction.classes[0].probability == pytest.approx(np.exp(20) / (np.exp(20) + 3), abs=1e-6)
-    (prediction,) = predict(classifier, [str(tmp_path / "a.png")], top=2, device="cpu")
-    assert len(prediction.classes) == 2
+    (prediction,) = predict(classifier, [str(tmp_path / "a.png")], top=9)
+    assert prediction.result[0].index == 1
+    assert len(prediction.result) == 4
+    assert sum(chosen.probability for chosen in prediction.result) == pytest.approx(1, abs=1e-5)
+    assert prediction.result[0].probability == pytest.approx(np.exp(20) / (np.exp(20) + 3), abs=1e-6)
+    (prediction,) = predict(classifier, [str(tmp_path / "a.png")], top=2)
+    assert len(prediction.result) == 2
     with pytest.raises(ValueError, match="at least 1"):
         list(predict(classifier, [], top=0))
 
@@ -86,11 +99,11 @@ def test_sixteen_bits_are_not_clipped(ending: str, classifier: ClassificationPre
     pixels = np.full((16, 16), 30_000, np.uint16)
     pixels[:8, 8:] = 60_000
     Image.fromarray(pixels).save(tmp_path / f"deep.{ending}")
-    (prediction,) = predict(classifier, [str(tmp_path / f"deep.{ending}")], device="cpu")
-    assert prediction.classes[0].name == "top right"
+    (prediction,) = predict(classifier, [str(tmp_path / f"deep.{ending}")])
+    assert prediction.result[0].name == "top right"
     # Twice as bright as the others, of which each is at 30,000 of 65,535.
     others = np.exp(20 * 117 / 255) / np.exp(20 * 234 / 255)
-    assert prediction.classes[1].probability == pytest.approx(others / (1 + 3 * others), rel=1e-2)
+    assert prediction.result[1].probability == pytest.approx(others / (1 + 3 * others), rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +132,13 @@ def test_bad_files_are_named_and_the_others_go_on(
     corner(1, 1).save(tmp_path / "z.png")
     # Pillow warns from this number of pixels on, and refuses twice as many.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    found = list(predict(classifier, [str(tmp_path)], device="cpu", batch_size=3))
+    found = list(predict(classifier, [str(tmp_path)], batch_size=3))
     names = [Path(prediction.file).name for prediction in found]
     assert names == sorted(names)
     failed = [Path(prediction.file).name[0] for prediction in found if prediction.error]
     assert failed == ["b", "c", "d", "e", "f", "g"]
     assert all(prediction.file in prediction.error for prediction in found if prediction.error)
-    assert [prediction.classes[0].name for prediction in found if not prediction.error] == ["top left", "bottom right"]
+    assert [prediction.result[0].name for prediction in found if not prediction.error] == ["top left", "bottom right"]
 
 
 def truncated_jpeg() -> bytes:
@@ -137,16 +150,16 @@ def truncated_jpeg() -> bytes:
 def test_batches_do_not_change_predictions(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=10).eval()
-    classifier = ClassificationPredictor(model, 10, None, SPEC, "test_resnet")
+    classifier = ClassificationPredictor(model, "test_resnet", 10, None, SPEC)
     rng = np.random.default_rng(0)
     for number in range(7):
         Image.fromarray(rng.integers(0, 255, (20, 20, 3), np.uint8)).save(tmp_path / f"{number}.png")
     (tmp_path / "3b.png").write_text("broken")
 
     def probabilities(batch_size: int) -> list[list[float]]:
-        found = predict(classifier, [str(tmp_path)], top=10, batch_size=batch_size, device="cpu")
+        found = predict(classifier, [str(tmp_path)], top=10, batch_size=batch_size)
         return [
-            [chosen.probability for chosen in sorted(prediction.classes, key=lambda chosen: chosen.index)]
+            [chosen.probability for chosen in sorted(prediction.result or [], key=lambda chosen: chosen.index)]
             for prediction in found
         ]
 
@@ -160,7 +173,7 @@ def test_batches_do_not_change_predictions(tmp_path: Path) -> None:
 def test_predictions_come_as_images_are_read(classifier: ClassificationPredictor, tmp_path: Path) -> None:
     for name in "abcd":
         corner(0, 0).save(tmp_path / f"{name}.png")
-    found = predict(classifier, [str(tmp_path)], batch_size=1, device="cpu")
+    found = predict(classifier, [str(tmp_path)], batch_size=1)
     assert next(found).error is None
     (tmp_path / "d.png").write_text("spoilt after the first was told")
     assert [prediction.error is None for prediction in found] == [True, True, False]
@@ -169,10 +182,9 @@ def test_predictions_come_as_images_are_read(classifier: ClassificationPredictor
 def test_a_model_that_gives_no_numbers_is_told(classifier: ClassificationPredictor, tmp_path: Path) -> None:
     corner(0, 0).save(tmp_path / "a.png")
     classifier.spec = InputSpec(8, (0.0,) * 3, (float("nan"),) * 3, "nearest", 1.0, "center")
-    (prediction,) = predict(classifier, [str(tmp_path)], device="cpu")
-    assert prediction == Prediction(
-        str(tmp_path / "a.png"), error=f"{tmp_path / 'a.png'} gives no finite probabilities: check the model's weights"
-    )
+    (prediction,) = predict(classifier, [str(tmp_path)])
+    assert prediction.result is None
+    assert prediction.error == f"{tmp_path / 'a.png'} gives NaN or infinite values: check the model's weights"
 
 
 @pytest.fixture
@@ -296,11 +308,11 @@ def test_an_interruption_leaves_the_results_before(
     run: str, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object, **__: object) -> Iterator[Prediction]:
-        yield Prediction("a.png")
+        yield Prediction("a.png", result=[ClassProbability("a", 0, 1.0)])
         raise KeyboardInterrupt
 
     (tmp_path / "out.json").write_text("old")
-    monkeypatch.setattr(predict_module, "predict", interrupted)
+    monkeypatch.setattr(predictor_module, "predict", interrupted)
     with pytest.raises(KeyboardInterrupt):
         predict_command(run, [str(many)], format="json", output=str(tmp_path / "out.json"))
     assert (tmp_path / "out.json").read_text() == "old"
@@ -330,7 +342,7 @@ def test_what_is_read_is_not_written_over(
     else:
         output = Path(run) / "classes.json"
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    monkeypatch.setattr(predict_module, "load_classifier", None)
+    monkeypatch.setattr(Classification, "load_predictor", None)
     with pytest.raises(ValueError, match=r"is read by this command|belongs to a training run"):
         predict_command(run, [str(many)], format="json", output=str(output), **options)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before

@@ -100,7 +100,7 @@ def test_soft_distillation_is_the_divergence_of_softened_probabilities(teacher_f
 
 
 def test_a_teacher_of_other_classes_is_refused(teacher_file: str) -> None:
-    with pytest.raises(ValueError, match=r"tells 10 classes apart, but the data have 7: .*--distillation\.checkpoint"):
+    with pytest.raises(ValueError, match=r"has 10 classes, but the data have 7: .*--distillation\.checkpoint"):
         Teacher(DistillationConfig("test_vit", teacher_file), STUDENT, 7)
     with pytest.raises(ValueError, match="tells 1000 classes apart, but the data have 10"):
         Teacher(DistillationConfig("inline_deit_tiny"), STUDENT, 10)

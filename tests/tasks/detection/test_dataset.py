@@ -12,7 +12,8 @@ from inlinevit.data.loader import ShuffledLoader
 from inlinevit.data.samplers import GroupedSampler
 from inlinevit.tasks.detection.coco import CocoSource, open_coco
 from inlinevit.tasks.detection.config import DetectionAugmentConfig, DetectionDataConfig
-from inlinevit.tasks.detection.dataset import DetectionSamples, collate, make_eval_loader, make_train_loader, some_of
+from inlinevit.tasks.detection.dataset import DetectionSamples, collate, make_train_loader, random_subset
+from inlinevit.tasks.detection.metrics import DetectionEvaluator
 from inlinevit.tasks.detection.transforms import training_transform
 
 pytestmark = [
@@ -124,18 +125,18 @@ def test_all_that_is_random_comes_from_the_seed_of_torch(source: CocoSource) -> 
 
 def test_some_are_chosen_and_never_none() -> None:
     torch.manual_seed(0)
-    drawn = [some_of(3).tolist() for _ in range(200)]
+    drawn = [random_subset(3).tolist() for _ in range(200)]
     assert {len(some) for some in drawn} == {1, 2, 3}
     assert {number for some in drawn if len(some) == 1 for number in some} == {0, 1, 2}
     assert all(len(set(some)) == len(some) for some in drawn)
-    assert some_of(0).tolist() == []
+    assert random_subset(0).tolist() == []
 
 
 @pytest.mark.parametrize(("processes", "workers"), [(1, 0), (3, 0), (2, 1)])
 def test_evaluation_meets_every_image_once_as_it_is(source: CocoSource, processes: int, workers: int) -> None:
     met = []
     for process in range(processes):
-        for index, image in make_eval_loader(source, DetectionDataConfig(workers=workers), process, processes):
+        for index, image in DetectionEvaluator(source, workers).loader(process, processes):
             record = source.images[index]
             assert type(image) is Tensor
             assert image.dtype == torch.uint8

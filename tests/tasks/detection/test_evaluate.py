@@ -4,9 +4,6 @@ import contextlib
 import csv
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,17 +20,20 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
 from inlinevit.engine.config import to_plain
+from inlinevit.engine.evaluator import evaluate as evaluate_model
+from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.engine.results import print_evaluation
+from inlinevit.engine.runs import open_run
 from inlinevit.tasks.detection.coco import Category, CocoSource, open_coco
-from inlinevit.tasks.detection.config import DetectionConfig, DetectionDataConfig, DetectionDataOptions
-from inlinevit.tasks.detection.evaluate import (
-    collect_results,
-    evaluate,
-    evaluate_command,
-    evaluation_data,
-    match_categories,
-    print_tables,
+from inlinevit.tasks.detection.config import (
+    DetectionConfig,
+    DetectionDataConfig,
+    DetectionDataOptions,
+    DetectionEvalOptions,
 )
-from inlinevit.tasks.detection.metrics import NUMBERS, CategoryPrecision, DetectionEvaluation
+from inlinevit.tasks.detection.metrics import NUMBERS, CategoryPrecision, DetectionEvaluation, DetectionEvaluator
+from inlinevit.tasks.detection.predictor import match_categories
+from inlinevit.tasks.detection.task import Detection
 from tests.tasks.detection.runs import make_run
 
 
@@ -62,6 +62,19 @@ def run(data: DetectionDataConfig, tmp_path_factory: pytest.TempPathFactory) -> 
     return str(folder)
 
 
+def evaluate(model: nn.Module, source: CocoSource, **options: Any) -> DetectionEvaluation:
+    return evaluate_model(model, DetectionEvaluator(source, workers=0, **options), Accelerator(cpu=True))
+
+
+def evaluate_command(run: str | None, data: DetectionDataOptions, **options: Any) -> None:
+    evaluate_task(Detection, run, DetectionEvalOptions(data=data, **options))
+
+
+def evaluation_data(run: str | None, options: DetectionDataOptions) -> DetectionDataConfig:
+    config = None if run is None else open_run(DetectionConfig, run).config.data
+    return options.applied_to(config, DetectionDataConfig())
+
+
 class Knowing(nn.Module):
     """Finds all boxes of a source, which it knows by heart, under labels of its own."""
 
@@ -84,8 +97,7 @@ class Knowing(nn.Module):
 
 def test_labels_are_mapped_back_to_the_ids_of_the_data(data: DetectionDataConfig) -> None:
     source = open_coco(data, training=False)
-    accelerator = Accelerator(cpu=True)
-    outcome = evaluate(Knowing(source, ["disc", "square", "triangle"]), source, data, accelerator)
+    outcome = evaluate(Knowing(source, ["disc", "square", "triangle"]), source)
     assert outcome.numbers()["box_AP"] == pytest.approx(1)
     assert 0 < outcome.numbers()["mask_AP"] < 1
     assert outcome.images == 5
@@ -94,11 +106,12 @@ def test_labels_are_mapped_back_to_the_ids_of_the_data(data: DetectionDataConfig
     model = Knowing(source, ["triangle", "disc", "square"])
     own = match_categories(known, source)
     assert own == [Category(90, "triangle"), Category(3, "disc"), Category(7, "square")]
-    results = collect_results(model, source, data, accelerator, categories=own)
+    results = evaluate(model, source, categories=own, keep_results=True).results
+    assert results is not None
     found = [(one["image_id"], one["category_id"]) for one in results]
     truth = source.ground_truth()["annotations"]
     assert found == [(one["image_id"], one["category_id"]) for one in truth if not one["iscrowd"]]
-    assert evaluate(model, source, data, accelerator).numbers()["box_AP"] < 0.5
+    assert evaluate(model, source).numbers()["box_AP"] < 0.5
 
 
 @pytest.mark.parametrize(
@@ -146,7 +159,7 @@ def test_the_command_and_its_files(
     assert all(word in shown for word in ("AP50", "AR100", "boxes", "masks", "triangle"))
     told = json.loads((tmp_path / "new" / "evaluation.json").read_text())
     truth = f"{data.path}/annotations/instances_val2017.json"
-    assert (told["run"], told["data"], told["images"]) == (run, truth, 5)
+    assert (told["model"], told["data"], told["images"]) == (run, truth, 5)
     for part, iou_type in (("box", "bbox"), ("mask", "segm")):
         file = tmp_path / "new" / f"results_{iou_type}.json"
         assert len(json.loads(file.read_text())) == 5 * 20
@@ -173,7 +186,7 @@ def test_stored_results_give_the_same_numbers(
     files = [str(tmp_path / "model" / f"results_{kind}.json") for kind in ("bbox", "segm")]
     evaluate_command(None, DetectionDataOptions(path=data.path), output=str(tmp_path / "stored"), results=files)
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
-    assert {**model, "run": None, "results": files} == stored
+    assert {**model, "model": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))
     # Boxes alone, on the data of a run.
     evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "stored"), results=files[:1])
@@ -181,6 +194,15 @@ def test_stored_results_give_the_same_numbers(
     assert boxes["box_AP"] == model["box_AP"]
     assert "mask_AP" not in boxes
     assert boxes["per_class"][0]["mask_AP"] is None
+
+
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = dict.fromkeys(NUMBERS, 0.5)
+    one = CategoryPrecision(Category(1, "\x1b[31mred"), 3, 0.5, 0.5)
+    print_evaluation("a model", DetectionEvaluation(numbers, numbers, [one], 1))
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b[31m" not in printed
 
 
 def test_what_the_command_cannot_do_is_told(run: str, data: DetectionDataConfig) -> None:
@@ -197,51 +219,3 @@ def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> 
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
             evaluate_command(run, DetectionDataOptions(), precision="fp16")
-
-
-def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = dict.fromkeys(NUMBERS, 0.5)
-    one = CategoryPrecision(Category(1, "\x1b[31mred"), 3, 0.5, 0.5)
-    print_tables(DetectionEvaluation(numbers, numbers, [one], 1), "a model")
-    printed = capsys.readouterr().out
-    assert "?[31mred" in printed
-    assert "\x1b[31m" not in printed
-
-
-SCRIPT = """
-import sys
-from accelerate import Accelerator
-import inlinevit.tasks.detection.evaluate as module
-from inlinevit.tasks.detection.config import DetectionDataOptions
-from inlinevit.tasks.detection.evaluate import evaluate_command
-from inlinevit.engine.setup import shard_model
-
-opened = module.load_detector
-
-def open_sharded(*arguments, **options):
-    ready = opened(*arguments, **options)
-    shard_model(ready.model, Accelerator(cpu=True))
-    return ready
-
-if sys.argv[3] == "sharded":
-    module.load_detector = open_sharded
-evaluate_command(sys.argv[1], DetectionDataOptions(), output=sys.argv[2])
-"""
-
-
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
-def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
-    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
-    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "one"))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("5 images") == 1
-    for name in ("results_bbox.json", "results_segm.json", "evaluation.json", "per_class.csv"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert len(json.loads((tmp_path / "two" / "results_segm.json").read_text())) == 5 * 20

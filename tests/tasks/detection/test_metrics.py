@@ -196,18 +196,18 @@ def test_sizes_of_masks_are_not_those_of_boxes(truth: dict[str, Any]) -> None:
 
 def test_a_perfect_detector(truth: dict[str, Any]) -> None:
     outcome = coco_metrics(truth, perfect_results(truth))
-    assert [one.category for one in outcome.per_class] == CATEGORIES
-    assert [one.box for one in outcome.per_class] == pytest.approx([1.0] * 3)
-    assert [one.mask for one in outcome.per_class] == pytest.approx([1.0] * 3)
+    assert [one.category for one in outcome.categories] == CATEGORIES
+    assert [one.box for one in outcome.categories] == pytest.approx([1.0] * 3)
+    assert [one.mask for one in outcome.categories] == pytest.approx([1.0] * 3)
     counts = [sum(a["category_id"] == c.id and not a["iscrowd"] for a in truth["annotations"]) for c in CATEGORIES]
-    assert [one.objects for one in outcome.per_class] == counts
+    assert [one.objects for one in outcome.categories] == counts
     assert outcome.numbers()["box_AP"] == outcome.numbers()["mask_AR100"] == pytest.approx(1)
 
 
 def test_the_mean_over_categories_is_the_whole(truth: dict[str, Any]) -> None:
     outcome = coco_metrics(truth, imperfect_results(truth))
     for part in ("box", "mask"):
-        by_category = [vars(one)[part] for one in outcome.per_class]
+        by_category = [vars(one)[part] for one in outcome.categories]
         assert len(set(by_category)) == 3
         assert outcome.numbers()[f"{part}_AP"] == pytest.approx(sum(by_category) / 3, abs=1e-12)
 
@@ -215,14 +215,14 @@ def test_the_mean_over_categories_is_the_whole(truth: dict[str, Any]) -> None:
 def test_a_category_without_objects_has_no_number(truth: dict[str, Any]) -> None:
     truth["annotations"] = [one for one in truth["annotations"] if one["category_id"] != 7]
     outcome = coco_metrics(truth, perfect_results(truth))
-    assert [math.isnan(one.box or 0) for one in outcome.per_class] == [False, True, False]
+    assert [math.isnan(one.box or 0) for one in outcome.categories] == [False, True, False]
     assert outcome.numbers()["box_AP"] == pytest.approx(1)
 
 
 def test_nothing_found(truth: dict[str, Any]) -> None:
     outcome = coco_metrics(truth, [])
     assert outcome.numbers()["box_AP"] == outcome.numbers()["mask_AP"] == 0
-    assert [one.mask for one in outcome.per_class] == [0.0] * 3
+    assert [one.mask for one in outcome.categories] == [0.0] * 3
 
 
 def test_nothing_to_find(truth: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def test_nothing_to_find(truth: dict[str, Any]) -> None:
 def test_boxes_alone(truth: dict[str, Any]) -> None:
     outcome = coco_metrics(truth, only("box", perfect_results(truth)))
     assert outcome.mask is None
-    assert {one.mask for one in outcome.per_class} == {None}
+    assert {one.mask for one in outcome.categories} == {None}
     assert set(outcome.numbers()) == {f"box_{name}" for name in NUMBERS}
 
 
@@ -257,7 +257,7 @@ def test_what_is_given_stays_as_it_is(truth: dict[str, Any]) -> None:
         ({"score": "high"}, "has the score 'high'"),
         ({"score": math.nan}, "has the score nan"),
         ({"bbox": [1, 2, 3]}, r"has the bbox \[1, 2, 3\]: it should be four numbers"),
-        ({"segmentation": [[1, 2, 3, 4, 5, 6]]}, "no compressed RLE"),
+        ({"segmentation": [[1, 2, 3, 4, 5, 6]]}, "not a compressed RLE"),
         ({"segmentation": {"size": [3, 3], "counts": "0"}}, "has a mask of the size"),
     ],
 )

@@ -27,7 +27,7 @@ def test_opening_a_run(options: dict[str, Any], tmp_path: Path) -> None:
     assert_same(detector.model.state_dict(), weights)
     assert not detector.model.training
     assert detector.categories == [Category(3, "disc"), Category(7, "square"), Category(90, "triangle")]
-    assert detector.name == f"{options.get('kind', 'mask_rcnn')} on test_convnext"
+    assert detector.name == f"{options.get('arch', 'mask_rcnn')} on test_convnext"
     assert detector.config.min_size == 64
 
 
@@ -73,12 +73,12 @@ def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
         load_detector(str(tmp_path))
     for content in ("{", "[]", "[3]", '[{"id": 3}]', "null"):
         (run / "categories.json").write_text(content)
-        with pytest.raises(ValueError, match=r"categories\.json (is no list of categories|names no category)"):
+        with pytest.raises(ValueError, match=r"categories\.json cannot be used .*: restore it"):
             load_detector(str(run))
     (run / "categories.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"categories\.json is missing"):
         load_detector(str(run))
-    (run / "classes.json").write_text("[]")
+    (run / "task.json").write_text('{"name": "classification", "command": "inlinevit"}')
     (run / "config.yaml").write_text("model: {name: inline_deit_tiny}")
     with pytest.raises(ValueError, match="holds a classification run, not a detection run: use inlinevit eval"):
         load_detector(str(run))

@@ -1,14 +1,17 @@
 """The recipes for detectors against the table of settings, through the parser of `inlinevit detect train`."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import timm
 
-from inlinevit.cli.detect import parse_config
+from inlinevit.cli import train
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.recipes import HOME, describe_recipe, load_recipe, recipe_names
 from inlinevit.tasks.detection.config import DetectionConfig
+
+parse_config = partial(train.parse_config, task="detection")
 
 # Fits a small detector to ten images.
 SMALL = ("ten_images",)

@@ -7,9 +7,9 @@ from torch import Tensor
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import box_iou
 
+from inlinevit.tasks.backbone import MEAN_COLOR
 from inlinevit.tasks.detection.config import DetectionAugmentConfig
 from inlinevit.tasks.detection.transforms import (
-    MEAN_COLOUR,
     Sample,
     as_tensors,
     as_tv_tensors,
@@ -138,8 +138,8 @@ def test_small_images_are_filled_up_with_the_mean_colour() -> None:
     assert target["boxes"].tolist() == [[3, 5, 12, 14]]
     assert (image[:, :20, :30].amax((1, 2)) > 150).all()
     for border in (image[:, 20:], image[:, :20, 30:]):
-        assert torch.equal(border, torch.tensor(MEAN_COLOUR, dtype=torch.uint8).view(3, 1, 1).expand_as(border))
-    padding = torch.tensor(MEAN_COLOUR) / 255
+        assert torch.equal(border, torch.tensor(MEAN_COLOR, dtype=torch.uint8).view(3, 1, 1).expand_as(border))
+    padding = torch.tensor(MEAN_COLOR) / 255
     torch.testing.assert_close((padding - torch.tensor(MEAN)) / torch.tensor(STD), torch.zeros(3), rtol=0, atol=0.01)
 
 

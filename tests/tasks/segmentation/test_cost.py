@@ -5,7 +5,7 @@ import pytest
 from inlinevit.tasks.segmentation.cost import SEGMENTER_CATALOG, measure_facts
 
 
-@pytest.mark.parametrize("name", ["inline_pvt_tiny", "pvt_tiny", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize("name", ["inline_pvt_tiny", "swin_tiny_patch4_window7_224"])
 def test_the_catalog_is_measured(name: str) -> None:
     assert measure_facts(name) == SEGMENTER_CATALOG[name]
 
@@ -23,5 +23,5 @@ def test_each_inline_backbone_stands_above_its_counterpart() -> None:
         assert inline.startswith("inline_")
         assert softmax.startswith(inline.removeprefix("inline_"))
         ours, theirs = SEGMENTER_CATALOG[inline], SEGMENTER_CATALOG[softmax]
-        assert ours.gmacs < theirs.gmacs
-        assert ours.upernet_gmacs < theirs.upernet_gmacs
+        assert ours["gmacs"] < theirs["gmacs"]
+        assert ours["upernet_gmacs"] < theirs["upernet_gmacs"]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from inlinevit.data.batch_plan import BatchPlan
 from inlinevit.tasks.segmentation.ade import AdeSource, open_ade
-from inlinevit.tasks.segmentation.config import SegmentationAugmentConfig, SegmentationDataConfig
-from inlinevit.tasks.segmentation.dataset import SegmentationSamples, collate, make_eval_loader, make_train_loader
+from inlinevit.tasks.segmentation.config import InferenceConfig, SegmentationAugmentConfig, SegmentationDataConfig
+from inlinevit.tasks.segmentation.dataset import SegmentationSamples, collate, make_train_loader
 from inlinevit.tasks.segmentation.labels import IGNORED, ade_labels
+from inlinevit.tasks.segmentation.metrics import SegmentationEvaluator
 from inlinevit.tasks.segmentation.transforms import training_transform
 
 # torch's word on machines with fewer than three cores.
@@ -73,9 +74,9 @@ def test_all_that_is_random_comes_from_the_seed_of_torch(source: AdeSource) -> N
 def test_evaluation_meets_every_image_once_as_it_is(source: AdeSource, processes: int, workers: int) -> None:
     met = []
     for process in range(processes):
-        for index, image, labels in make_eval_loader(
-            source, SegmentationDataConfig(workers=workers), process, processes
-        ):
+        evaluator = SegmentationEvaluator(source, workers, InferenceConfig(), ((0.0,) * 3, (1.0,) * 3))
+        indices = range(process, len(source), processes)
+        for index, (image, labels) in zip(indices, evaluator.loader(process, processes), strict=True):
             assert type(image) is type(labels) is Tensor
             assert image.dtype == labels.dtype == torch.uint8
             width, height = source.read_image(index).size

@@ -2,12 +2,10 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +15,24 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
-from inlinevit.tasks.segmentation.ade import open_ade
+from inlinevit.engine.evaluator import evaluate as evaluate_model
+from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.engine.results import print_evaluation
+from inlinevit.engine.runs import open_run
+from inlinevit.tasks.segmentation.ade import AdeSource, open_ade
 from inlinevit.tasks.segmentation.config import (
     InferenceConfig,
     InferenceOptions,
+    SegmentationConfig,
     SegmentationDataConfig,
     SegmentationDataOptions,
+    SegmentationEvalOptions,
 )
-from inlinevit.tasks.segmentation.evaluate import evaluate, evaluate_command, evaluation_labels, print_tables
-from inlinevit.tasks.segmentation.labels import LabelMap, ade_labels
-from inlinevit.tasks.segmentation.metrics import SegmentationEvaluation
-from inlinevit.tasks.segmentation.predictor import load_segmenter
+from inlinevit.tasks.segmentation.inference import MeanStd
+from inlinevit.tasks.segmentation.labels import LabelMap
+from inlinevit.tasks.segmentation.metrics import SegmentationEvaluation, SegmentationEvaluator
+from inlinevit.tasks.segmentation.predictor import evaluation_labels, load_segmenter
+from inlinevit.tasks.segmentation.task import Segmentation
 from tests.tasks.segmentation.runs import CLASSES, draw_data, make_run
 
 UNCHANGED = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -60,6 +65,16 @@ def run(data: SegmentationDataConfig, tmp_path_factory: pytest.TempPathFactory) 
     return str(folder)
 
 
+def evaluate(
+    model: nn.Module, source: AdeSource, inference: InferenceConfig, mean_std: MeanStd = UNCHANGED
+) -> SegmentationEvaluation:
+    return evaluate_model(model, SegmentationEvaluator(source, 0, inference, mean_std), Accelerator(cpu=True))
+
+
+def evaluate_command(run: str, data: SegmentationDataOptions, inference: InferenceOptions, **options: Any) -> None:
+    evaluate_task(Segmentation, run, SegmentationEvalOptions(data=data, inference=inference, **options))
+
+
 class Knowing(nn.Module):
     """Takes colours for classes, which is right, but never sees blue."""
 
@@ -73,14 +88,13 @@ class Knowing(nn.Module):
 
 def test_what_is_right_is_right_and_the_ignored_never_count(data: SegmentationDataConfig) -> None:
     source = open_ade(data, LabelMap.from_plain(CLASSES, "here"), training=False)
-    accelerator = Accelerator(cpu=True)
-    outcome = evaluate(Knowing(), source, data, WHOLE, UNCHANGED, accelerator)
+    outcome = evaluate(Knowing(), source, WHOLE)
     assert outcome.numbers() == {"miou": 1, "macc": 1, "pixel_accuracy": 1}
     assert outcome.images == 5
     truth = [source.read_labels(index) for index in range(5)]
     counted = torch.cat([labels[labels != 255] for labels in truth])
     assert int(outcome.confusion.sum()) == len(counted) < sum(labels.numel() for labels in truth)
-    blind = evaluate(Knowing(is_blind=True), source, data, WHOLE, UNCHANGED, accelerator)
+    blind = evaluate(Knowing(is_blind=True), source, WHOLE)
     assert blind.class_accuracy().tolist() == [1, 1, 0]
     # What is blue is taken for the first class.
     red, blue = int((counted == 0).sum()), int((counted == 2).sum())
@@ -90,7 +104,7 @@ def test_what_is_right_is_right_and_the_ignored_never_count(data: SegmentationDa
 def test_windows_give_the_same_numbers_to_a_model_that_sees_single_pixels(data: SegmentationDataConfig) -> None:
     source = open_ade(data, LabelMap.from_plain(CLASSES, "here"), training=False)
     inference = InferenceConfig(min_size=None, window_size=16, flip=True)
-    outcome = evaluate(Knowing(), source, data, inference, UNCHANGED, Accelerator(cpu=True))
+    outcome = evaluate(Knowing(), source, inference)
     assert outcome.numbers() == {"miou": 1, "macc": 1, "pixel_accuracy": 1}
 
 
@@ -103,7 +117,7 @@ def test_the_command_and_its_files(
     assert f"{title}{data.path}/images/validation, 5 images" in shown
     assert all(word in shown for word in ("mIoU %", "mAcc %", "pixel accuracy %", "green [b]", "IoU %"))
     told = json.loads((tmp_path / "new" / "evaluation.json").read_text())
-    assert (told["run"], told["data"], told["images"]) == (run, f"{data.path}/images/validation", 5)
+    assert (told["model"], told["data"], told["images"]) == (run, f"{data.path}/images/validation", 5)
     assert told["inference"] == vars(InferenceConfig(min_size=48))
     outcome = SegmentationEvaluation(torch.tensor(told["confusion"]), 5)
     assert {name: told[name] for name in ("miou", "macc", "pixel_accuracy")} == outcome.numbers()
@@ -130,8 +144,7 @@ def test_what_is_said_is_done(
     # The same as without the command.
     segmenter = load_segmenter(run)
     source = open_ade(replace(data, max_eval_samples=2), segmenter.labels, training=False)
-    accelerator = Accelerator(cpu=True)
-    outcome = evaluate(segmenter.model, source, data, expected, segmenter.mean_std, accelerator)
+    outcome = evaluate(segmenter.model, source, expected, segmenter.mean_std)
     assert outcome.confusion.tolist() == told["confusion"]
 
 
@@ -146,15 +159,15 @@ def test_half_precision(run: str, data: SegmentationDataConfig, tmp_path: Path) 
 
 
 def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
-    segmenter = load_segmenter(run)
-    # Nothing is said: those that the run has noted.
-    assert evaluation_labels(segmenter, data) is segmenter.labels
+    opened = open_run(SegmentationConfig, run)
+    # By default those that the run has stored.
+    assert evaluation_labels(opened, data).to_plain() == load_segmenter(run).labels.to_plain()
     # Other data may have other values for the same classes.
     file = tmp_path / "labels.yaml"
     names = ["red", "green [b]", "blue"]
     other = {"classes": [{"name": name, "values": [number]} for number, name in enumerate(names)]}
     file.write_text(yaml.safe_dump(other))
-    labels = evaluation_labels(segmenter, replace(data, labels=str(file)))
+    labels = evaluation_labels(opened, replace(data, labels=str(file)))
     assert labels.to_values(torch.tensor([[0, 1, 2]])).tolist() == [[0, 1, 2]]
     for wrong in (names[::-1], names[:2], ["a", "b", "c", "d", "e", "f"]):
         other = {"classes": [{"name": name, "values": [number]} for number, name in enumerate(wrong)]}
@@ -162,64 +175,23 @@ def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, t
         with pytest.raises(
             ValueError, match=r"labels\.yaml has other classes than the model, .* in place of red, green"
         ):
-            evaluation_labels(segmenter, replace(data, labels=str(file)))
-
-
-@pytest.mark.parametrize("count", [2, 30])
-def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str], count: int) -> None:
-    labels = ade_labels(count)
-    labels.classes[0] = replace(labels.classes[0], name="\x1b[31mred")
-    print_tables(SegmentationEvaluation(torch.eye(count, dtype=torch.int64), 1), labels, ["a model"])
-    printed = capsys.readouterr().out
-    assert "?[31mred" in printed
-    assert "\x1b[31m" not in printed
+            evaluation_labels(opened, replace(data, labels=str(file)))
 
 
 def test_with_many_classes_the_worst_and_the_best_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     confusion = torch.diag(torch.arange(30))
     confusion[:, 7] += 1
-    print_tables(SegmentationEvaluation(confusion, 1), ade_labels(30), ["a model"])
+    print_evaluation("a model", SegmentationEvaluation(confusion, 1, [str(number) for number in range(1, 31)]))
     lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.count("│") == 5]
     assert len(lines) == 5
     # The first class has no pixel that is right, and the eighth gets one of each.
     assert [lines[0][0].strip(), lines[1][0].strip(), lines[0][2].strip()] == ["1", "8", "30"]
 
 
-SCRIPT = """
-import sys
-from accelerate import Accelerator
-import inlinevit.tasks.segmentation.evaluate as module
-from inlinevit.tasks.segmentation.config import InferenceOptions, SegmentationDataOptions
-from inlinevit.tasks.segmentation.evaluate import evaluate_command
-from inlinevit.engine.setup import shard_model
-
-opened = module.load_segmenter
-
-def open_sharded(*arguments, **options):
-    ready = opened(*arguments, **options)
-    shard_model(ready.model, Accelerator(cpu=True))
-    return ready
-
-if sys.argv[3] == "sharded":
-    module.load_segmenter = open_sharded
-inference = InferenceOptions(window_size=40, flip=True)
-evaluate_command(sys.argv[1], SegmentationDataOptions(), inference, output=sys.argv[2])
-"""
-
-
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
-def test_two_processes_find_the_same_as_one(run: str, tmp_path: Path, kind: str) -> None:
-    """Shares of different sizes; the processes that share the parameters of a model do not wait for each other."""
-    inference = InferenceOptions(window_size=40, flip=True)
-    evaluate_command(run, SegmentationDataOptions(), inference, output=str(tmp_path / "one"))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, run, str(tmp_path / "two"), kind], capture_output=True, text=True, timeout=240, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("5 images") == 1
-    for name in ("evaluation.json", "per_class.csv", "confusion.png"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+@pytest.mark.parametrize("count", [2, 30])
+def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str], count: int) -> None:
+    names = ["\x1b[31mred", *map(str, range(1, count))]
+    print_evaluation("a model", SegmentationEvaluation(torch.eye(count, dtype=torch.int64), 1, names))
+    printed = capsys.readouterr().out
+    assert "?[31mred" in printed
+    assert "\x1b[31m" not in printed

@@ -14,10 +14,10 @@ from torchvision.transforms.v2.functional import resize
 from inlinevit.tasks.segmentation import inference as inference_module
 from inlinevit.tasks.segmentation.config import InferenceConfig, InferenceOptions
 from inlinevit.tasks.segmentation.inference import (
-    described,
-    label,
-    look,
-    normalized,
+    describe,
+    normalize,
+    predict_labels,
+    predict_probs,
     predict_probs_by_rows,
     resized_rows,
     spans,
@@ -54,8 +54,8 @@ def noise(height: int, width: int) -> Tensor:
     return torch.randint(0, 256, (3, height, width), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 
 
-def simple_look(model: nn.Module, image: Tensor, inference: InferenceConfig) -> Tensor:
-    """What `look` should give, with the logits of the whole image in memory."""
+def simple_probs(model: nn.Module, image: Tensor, inference: InferenceConfig) -> Tensor:
+    """What `predict_probs` should give, with the logits of the whole image in memory."""
     height, width = image.shape[-2:]
     answers = []
     for scale in inference.scales:
@@ -69,7 +69,7 @@ def simple_look(model: nn.Module, image: Tensor, inference: InferenceConfig) -> 
             for top in {min(top, max(high - side, 0)) for top in range(0, high, stride)}:
                 for left in {min(left, max(wide - side, 0)) for left in range(0, wide, stride)}:
                     place = (..., slice(top, top + side), slice(left, left + side))
-                    seen = normalized(scaled[place], *MEAN_STD)[None]
+                    seen = normalize(scaled[place], *MEAN_STD)[None]
                     answer = model(seen.flip(-1)).flip(-1) if mirrored else model(seen)
                     down, right = (
                         0.5 - 0.5 * torch.cos(2 * math.pi * (torch.arange(n) + 0.5) / n) for n in seen.shape[-2:]
@@ -101,10 +101,10 @@ def test_row_by_row_is_the_same_as_the_simple_way(
 ) -> None:
     monkeypatch.setattr(inference_module, "PIXELS_AT_ONCE", pixels_at_once)
     model, image = Seeing(), noise(45, 61)
-    probabilities = look(model, image, inference, MEAN_STD)
+    probabilities = predict_probs(model, image, inference, MEAN_STD)
     assert probabilities.shape == (CLASSES, 45, 61)
-    torch.testing.assert_close(probabilities, simple_look(model, image, inference), atol=1e-5, rtol=1e-4)
-    labels = label(model, image, inference, MEAN_STD)
+    torch.testing.assert_close(probabilities, simple_probs(model, image, inference), atol=1e-5, rtol=1e-4)
+    labels = predict_labels(model, image, inference, MEAN_STD)
     assert labels.dtype == torch.uint8
     assert torch.equal(labels, probabilities.argmax(dim=0).to(torch.uint8))
 
@@ -114,7 +114,7 @@ def test_how_many_rows_come_at_a_time_is_of_no_matter(
     inference: InferenceConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, image = Seeing(), noise(45, 61)
-    whole = look(model, image, inference, MEAN_STD)
+    whole = predict_probs(model, image, inference, MEAN_STD)
     monkeypatch.setattr(inference_module, "PIXELS_AT_ONCE", 7 * 61)
     rows = list(predict_probs_by_rows(model, image, inference, MEAN_STD))
     assert [part.shape[1] for part in rows] == [7] * 6 + [3]
@@ -127,18 +127,18 @@ def test_how_many_rows_come_at_a_time_is_of_no_matter(
 @pytest.mark.parametrize("size", [(40, 40), (40, 30), (12, 40), (7, 9)])
 def test_one_window_is_the_whole_image(size: tuple[int, int]) -> None:
     model, image = Seeing(), noise(*size)
-    whole = look(model, image, InferenceConfig(min_size=None), MEAN_STD)
+    whole = predict_probs(model, image, InferenceConfig(min_size=None), MEAN_STD)
     for window in (40, 41, 1000):
-        one = look(model, image, InferenceConfig(min_size=None, window_size=window), MEAN_STD)
+        one = predict_probs(model, image, InferenceConfig(min_size=None, window_size=window), MEAN_STD)
         torch.testing.assert_close(one, whole, atol=1e-5, rtol=0)
-    several = look(model, image, InferenceConfig(min_size=None, window_size=6), MEAN_STD)
+    several = predict_probs(model, image, InferenceConfig(min_size=None, window_size=6), MEAN_STD)
     assert (several - whole).abs().max() > 0.01
     assert {one for one in model.sizes if max(one) > 6} == {size}
 
 
 def test_all_windows_are_of_one_size() -> None:
     model = Seeing()
-    label(model, noise(45, 61), InferenceConfig(min_size=None, window_size=16, stride=10), MEAN_STD)
+    predict_labels(model, noise(45, 61), InferenceConfig(min_size=None, window_size=16, stride=10), MEAN_STD)
     assert model.sizes == [(16, 16)] * 4 * 6
 
 
@@ -180,21 +180,24 @@ def test_no_seam_is_seen(kind: str) -> None:
         image[0] = torch.arange(width)
         image[1] = 2 * torch.arange(height)[:, None]
     inference = InferenceConfig(min_size=None, window_size=32)
-    probabilities = look(Blind(), image, inference, UNCHANGED)
+    probabilities = predict_probs(Blind(), image, inference, UNCHANGED)
     torch.testing.assert_close(probabilities, (image / 255).softmax(dim=0), atol=1e-6, rtol=0)
     # The border between two classes goes on from window to window.
-    assert torch.equal(label(Blind(), image, inference, UNCHANGED), image.argmax(dim=0).to(torch.uint8))
+    assert torch.equal(predict_labels(Blind(), image, inference, UNCHANGED), image.argmax(dim=0).to(torch.uint8))
 
 
 def test_mirror_images_make_the_answer_even_handed() -> None:
     model, image = Seeing(), noise(45, 61)
     for window in (None, 61):
         inference = InferenceConfig(min_size=None, window_size=window, flip=True)
-        answer, mirrored = look(model, image, inference, MEAN_STD), look(model, image.flip(-1), inference, MEAN_STD)
+        answer, mirrored = (
+            predict_probs(model, image, inference, MEAN_STD),
+            predict_probs(model, image.flip(-1), inference, MEAN_STD),
+        )
         torch.testing.assert_close(mirrored.flip(-1), answer)
     plain = InferenceConfig(min_size=None)
     assert (
-        look(model, image.flip(-1), plain, MEAN_STD).flip(-1) - look(model, image, plain, MEAN_STD)
+        predict_probs(model, image.flip(-1), plain, MEAN_STD).flip(-1) - predict_probs(model, image, plain, MEAN_STD)
     ).abs().max() > 0.01
 
 
@@ -244,7 +247,7 @@ def test_rows_are_resized_as_all_of_them(before: tuple[int, int], rows: int) -> 
 def test_images_are_normalised() -> None:
     image = noise(4, 5)
     expected = (image[1].float() / 255 - 0.4) / 0.3
-    torch.testing.assert_close(normalized(image, *MEAN_STD)[1], expected)
+    torch.testing.assert_close(normalize(image, *MEAN_STD)[1], expected)
 
 
 def test_what_is_not_said_is_as_in_the_run() -> None:
@@ -268,6 +271,6 @@ def test_what_is_not_said_is_as_in_the_run() -> None:
 
 
 def test_views_in_words() -> None:
-    assert described(InferenceConfig()) == "shorter side 512, whole images"
+    assert describe(InferenceConfig()) == "shorter side 512, whole images"
     inference = InferenceConfig(min_size=None, window_size=512, scales=[0.5, 1], flip=True)
-    assert described(inference) == "original size, windows of 512 every 341, scales 0.5 1, mirrored too"
+    assert describe(inference) == "original size, windows of 512 every 341, scales 0.5 1, mirrored too"

@@ -24,7 +24,7 @@ def test_opening_a_run(options: dict[str, Any], tmp_path: Path) -> None:
     assert not segmenter.model.training
     assert [kind.name for kind in segmenter.labels.classes] == ["red", "green [b]", "blue"]
     assert segmenter.labels.to_values(torch.tensor([[0, 1, 2, 255]])).tolist() == [[7, 2, 9, 0]]
-    assert segmenter.name == f"{options.get('kind', 'semantic_fpn')} on test_convnext"
+    assert segmenter.name == f"{options.get('arch', 'semantic_fpn')} on test_convnext"
     assert segmenter.config.inference.min_size == 48
     # Its own, not those of most backbones.
     assert segmenter.mean_std == ((0.5,) * 3, (0.5,) * 3)
@@ -69,7 +69,7 @@ def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
         load_segmenter(str(tmp_path))
     for content in ("{", "[]", '["cat", "dog"]', '{"classes": [{"name": "a"}]}', "null"):
         (run / "labels.json").write_text(content)
-        with pytest.raises(ValueError, match=r"labels\.json does not say which classes there are .*: restore it"):
+        with pytest.raises(ValueError, match=r"labels\.json cannot be used .*: restore it"):
             load_segmenter(str(run))
     (run / "labels.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"labels\.json is missing"):

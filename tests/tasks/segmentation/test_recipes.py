@@ -1,18 +1,21 @@
 """The recipes for segmentation against the table of settings, through the parser of `inlinevit segment train`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from torch import nn
 
-from inlinevit.cli.segment import parse_config
+from inlinevit.cli import train
 from inlinevit.cli.train import parse_config as parse_classification_config
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.engine.setup import make_optimizer, make_scheduler
 from inlinevit.recipes import HOME, describe_recipe, load_recipe, recipe_names
 from inlinevit.tasks.segmentation.config import SegmentationConfig
 from inlinevit.tasks.segmentation.labels import read_labels
+
+parse_config = partial(train.parse_config, task="segmentation")
 
 # Small ones, for other data, and the files of labels that they name.
 SMALL = ("camvid",)

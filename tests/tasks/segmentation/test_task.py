@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch.nn.functional as F
 import yaml
 
 from inlinevit.cli import main
-from inlinevit.cli.segment import parse_config
+from inlinevit.cli.train import parse_config as parse_task_config
 from inlinevit.tasks.segmentation.labels import IGNORED
 from inlinevit.tasks.segmentation.task import Segmentation, pixel_loss
 
 from .conftest import DrawAde
+
+parse_config = partial(parse_task_config, task="segmentation")
 
 SMALL: dict[str, Any] = {
     "model": {
@@ -140,7 +143,7 @@ def test_a_run_that_counts_steps_goes_on_to_the_same_weights(ade_folder: DrawAde
         (["--model.num_classes", "4", "--inference.stride", "20"], r"inference\.stride is 20"),
         (["--model.num_classes", "4", "--model.channels", "100"], "multiple of 64"),
         (["--model.num_classes", "4", "--model.arch", "upernet", "--data.batch_size", "1"], "choose 2 or more"),
-        (["--model.num_classes", "4", "--optimizer.layer_decay", "0.9"], "leave it out for segmentation"),
+        (["--model.num_classes", "4", "--optimizer.layer_decay", "0.9"], "leave it out"),
         (
             ["--model.num_classes", "4", "--data.train_split", "trainning"],
             r"check --data\.path and --data\.train_split",

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from inlinevit.tasks.backbone import MEAN_COLOR
+from inlinevit.tasks.dense import resize_mask
 from inlinevit.tasks.segmentation.config import SegmentationAugmentConfig
 from inlinevit.tasks.segmentation.labels import IGNORED
 from inlinevit.tasks.segmentation.transforms import (
-    MEAN_COLOUR,
     PHOTOMETRIC,
+    BalancedRandomCrop,
     PhotometricDistort,
-    RandomCrop,
     Sample,
     as_tensors,
     as_tv_tensors,
     resize_image,
-    resize_labels,
     scaled_size,
     training_transform,
 )
@@ -119,24 +119,24 @@ def test_labels_are_not_moved_against_the_image(size: list[int]) -> None:
     for threshold in range(4):
         above = torch.where(labels == IGNORED, 4, labels) > threshold
         expected = resize_image(above[None].float(), size)[0]
-        found = resize_labels(above.to(torch.uint8), size).float()
+        found = resize_mask(above.to(torch.uint8), size).float()
         # On both sides of an edge, what is missing here is added there.
         assert abs(float((found - expected).mean())) < 0.02
         assert float((found - expected).abs().max()) <= 1
         inner = (expected < 0.01) | (expected > 0.99)
         assert torch.equal(found[inner], expected[inner].round())
-    assert agree(resize_image(image, size), resize_labels(labels, size))
+    assert agree(resize_image(image, size), resize_mask(labels, size))
 
 
 def test_a_label_is_that_of_the_middle() -> None:
     labels = torch.arange(81, dtype=torch.uint8).view(9, 9)
-    assert torch.equal(resize_labels(labels, [3, 3]), labels[1::3, 1::3])
+    assert torch.equal(resize_mask(labels, [3, 3]), labels[1::3, 1::3])
 
 
 def test_labels_are_never_mixed() -> None:
     _, labels = picture()
     for size in ([7, 9], [39, 61], [200, 100]):
-        assert set(resize_labels(labels, size).unique().tolist()) <= set(labels.unique().tolist())
+        assert set(resize_mask(labels, size).unique().tolist()) <= set(labels.unique().tolist())
 
 
 def test_training_resizes_as_evaluation_does() -> None:
@@ -160,10 +160,10 @@ def test_mirrored_images_have_mirrored_labels() -> None:
 def test_small_images_are_filled_up_with_the_mean_colour_and_ignored_pixels(photometric_distortion: bool) -> None:
     image, labels = varied(picture(20, 60), crop_size=48, hflip=1, photometric_distortion=photometric_distortion)
     assert image.shape == (3, 48, 48)
-    assert torch.equal(image[:, 20:], torch.tensor(MEAN_COLOUR, dtype=torch.uint8).view(3, 1, 1).expand(3, 28, 48))
+    assert torch.equal(image[:, 20:], torch.tensor(MEAN_COLOR, dtype=torch.uint8).view(3, 1, 1).expand(3, 28, 48))
     assert (labels[20:] == IGNORED).all()
     assert (labels[:20] != IGNORED).any()
-    padding = torch.tensor(MEAN_COLOUR) / 255
+    padding = torch.tensor(MEAN_COLOR) / 255
     torch.testing.assert_close((padding - torch.tensor(MEAN)) / torch.tensor(STD), torch.zeros(3), rtol=0, atol=0.01)
 
 
@@ -200,8 +200,8 @@ def test_cuts_with_much_of_one_class_are_drawn_again() -> None:
 
 def test_only_so_many_cuts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    draw = RandomCrop.draw
-    monkeypatch.setattr(RandomCrop, "draw", lambda self, labels: tried.append(1) or draw(self, labels))
+    draw = BalancedRandomCrop.draw
+    monkeypatch.setattr(BalancedRandomCrop, "draw", lambda self, *size: tried.append(1) or draw(self, *size))
     monotone = torch.zeros(3, 40, 60, dtype=torch.uint8), torch.zeros(40, 60, dtype=torch.uint8)
     varied(monotone, crop_size=32, cat_max_ratio=0.75)
     assert len(tried) == 11
@@ -212,15 +212,15 @@ def test_only_so_many_cuts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pixels_that_do_not_count_have_no_share() -> None:
-    cut = RandomCrop(10, 0.75)
+    cut = BalancedRandomCrop(10, 0.75)
     labels = torch.full((10, 10), IGNORED, dtype=torch.uint8)
-    assert not cut.is_mixed(labels)
+    assert not cut.is_balanced(labels)
     labels[0, :4] = torch.tensor([0, 0, 0, 1], dtype=torch.uint8)
-    assert cut.is_mixed(labels)
+    assert cut.is_balanced(labels)
     labels[0, 3] = 0
-    assert not cut.is_mixed(labels)
+    assert not cut.is_balanced(labels)
     labels[0, :5] = torch.tensor([0, 0, 0, 0, 1], dtype=torch.uint8)
-    assert not cut.is_mixed(labels)
+    assert not cut.is_balanced(labels)
 
 
 def test_photometric_distortion_changes_colours_alone() -> None:

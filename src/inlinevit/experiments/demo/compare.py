@@ -18,12 +18,12 @@ from ...analysis.analyze import Effort, Subject, analyze
 from ...analysis.sections import Analysis, analysis_sections
 from ...benchmark.timing import interleave
 from ...engine.config import to_plain
+from ...engine.evaluator import evaluate
 from ...engine.setup import make_optimizer
 from ...engine.trainer import Trainer
 from ...report import STYLES, Report
 from ...tasks.classification.config import ClassificationConfig
-from ...tasks.classification.evaluate import evaluate
-from ...tasks.classification.metrics import Evaluation
+from ...tasks.classification.metrics import ClassificationEvaluation
 from ...tasks.classification.sources import ArraySource
 from ...tasks.classification.task import Classification
 from ...utils.atomic import atomic_write_json
@@ -146,20 +146,12 @@ def analyze_model(attention: str, task: Classification, trainer: Trainer, consol
     return analyze(subject, task.eval_source, EFFORT, console)
 
 
-def evaluate_model(task: Classification, trainer: Trainer) -> tuple[Evaluation, NDArray[np.int64]]:
+def evaluate_model(task: Classification, trainer: Trainer) -> tuple[ClassificationEvaluation, NDArray[np.int64]]:
     """Return the evaluation of a trained model and its predicted class for each test image, (images,)."""
     assert isinstance(task.eval_source, ArraySource)
     predictions: list[Tensor] = []
     model = trainer.unwrapped_model.eval()
     hook = model.register_forward_hook(lambda _module, _images, logits: predictions.append(logits.argmax(dim=1).cpu()))
-    evaluation = evaluate(
-        model,
-        task.eval_source,
-        task.spec,
-        task.config.data,
-        trainer.accelerator,
-        task.num_classes,
-        show_progress=True,
-    )
+    evaluation = evaluate(model, task.evaluator(), trainer.accelerator, show_progress=True)
     hook.remove()
     return evaluation, torch.cat(predictions).numpy()

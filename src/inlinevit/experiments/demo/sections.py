@@ -23,9 +23,9 @@ from ...report import (
     lines_figure,
     spread_figure,
 )
-from ...tasks.classification.metrics import Evaluation
+from ...tasks.classification.metrics import ClassificationEvaluation
 from ...tasks.classification.sources import ArraySource
-from ...tasks.classification.visualize import most_confused
+from ...tasks.confusion import most_confused
 
 # Images in a grid.
 SAMPLES = 18
@@ -48,7 +48,7 @@ class TrainedModel:
     """
 
     parameters: int
-    evaluation: Evaluation
+    evaluation: ClassificationEvaluation
     predictions: NDArray[np.int64]
     history: list[dict[str, Any]]
     batch_size: int
@@ -252,7 +252,7 @@ def classes_section(models: Models, classes: Sequence[str]) -> Section:
         )
         for true, guess, _ in most_confused(total, CONFUSIONS)
     ]
-    accuracies = {attention: model.evaluation.per_class for attention, model in models.items()}
+    accuracies = {attention: model.evaluation.class_accuracy for attention, model in models.items()}
     figure = dots_figure(accuracies, classes, "top-1 on test images, %")
     headings = ("confusion", *(STYLES[attention].name for attention in models))
     blocks = [

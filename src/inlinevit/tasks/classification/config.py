@@ -1,35 +1,40 @@
-"""What a classification run can be told. `inlinevit train` and the recipes are these classes."""
+"""Configuration of classification: the fields of recipes, and the options of `inlinevit train`, `eval`, `predict`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import MOST_IMAGES, MOST_WORKERS, DataOptions, TrainConfig
-from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, require
+from ...engine.config import (
+    MOST_IMAGES,
+    MOST_WORKERS,
+    ClassPredictOptions,
+    DataOptions,
+    EvalOptions,
+    TrainConfig,
+)
+from ...utils.validation import MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_shares, check_value, require
+
+# Prefixes of data that have a root.
+ROOTED = ("torch", "hfds", "wds")
 
 
 @dataclass
-class DataConfig:
-    """Where the images are, and how they are read."""
+class ImageDataConfig:
+    """Images for training and evaluation, and how they are read."""
 
-    path: str = "embedded"
-    """A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either
-    kind; "embedded"; "fashion-mnist:FOLDER"; or a name that timm.data knows by its prefix: torch/cifar10, hfds/NAME,
-    wds/FOLDER."""
+    path: str
+    """The images."""
     eval_path: str | None = None
     """The images for evaluation, if they are not beside those for training."""
-    root: str | None = None
-    """Folder of the data that timm.data knows by a prefix."""
     train_split: str | None = None
-    """Name of the split to train on, which must exist; null = train or training, or data that are not divided."""
+    """Name of the split to train on."""
     eval_split: str | None = None
-    """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
-    testing, the first that exists (of hfds/ not test)."""
+    """Name of the split to evaluate on."""
     batch_size: int = 128
     """Images in a batch of one process."""
     workers: int = 2
     """Processes that read images, for each training process; 0 = the training process itself."""
     max_unreadable: int = 0
-    """Images that cannot be used are named and skipped up to this number; 0 = stop at the first."""
+    """Images that cannot be used are reported and skipped up to this number; 0 = stop at the first."""
     max_train_samples: int | None = None
     """How many of the training images to use; null = all."""
 
@@ -42,12 +47,6 @@ class DataConfig:
             max_unreadable=MOST_IMAGES,
             max_train_samples=MOST_IMAGES,
         )
-        for name in ("path", "eval_path"):
-            kind, slash, rest = (vars(self)[name] or "").partition("/")
-            require(
-                kind not in ("torch", "hfds") or not slash or bool(rest),
-                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
-            )
         require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
         require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
         require(self.max_unreadable >= 0, f"data.max_unreadable is {self.max_unreadable}: it should not be negative")
@@ -57,30 +56,81 @@ class DataConfig:
 
 
 @dataclass
-class ClassificationDataOptions(DataOptions):
-    """Which images to evaluate on, where they are not those of the training run.
+class DataConfig(ImageDataConfig):
+    """Images in class folders and the like, and how they are read."""
 
-    What is not said is as in the run, or, without a run or with other images, the default of `inlinevit train`.
+    path: str = "embedded"
+    """A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either
+    kind; "embedded"; "fashion-mnist:FOLDER"; or a name that timm.data knows by its prefix: torch/cifar10, hfds/NAME,
+    wds/FOLDER."""
+    train_split: str | None = None
+    """Name of the split to train on, which must exist; null = train or training, or data that are not divided."""
+    eval_split: str | None = None
+    """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
+    testing, the first that exists (of hfds/ not test)."""
+    root: str | None = None
+    """Folder of the data that timm.data knows by a prefix."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("path", "eval_path"):
+            kind, slash, rest = (vars(self)[name] or "").partition("/")
+            require(
+                kind not in ("torch", "hfds") or not slash or bool(rest),
+                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
+            )
+
+
+@dataclass
+class ImageDataOptions(DataOptions):
+    """Images to evaluate on, where they differ from those of the training run.
+
+    Options that are not given are as in the run or, without a run or with other images, the defaults of training.
     """
 
     source_fields: ClassVar[tuple[str, ...]] = ("path", "eval_path")
 
     path: str | None = None
-    """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""
+    """The images, as for training; null = those of the run."""
     eval_path: str | None = None
     """The same as path: give one of them."""
-    root: str | None = None
-    """Folder of the data that timm.data knows by a prefix; null = as in the run."""
     batch_size: int | None = None
     """Images in a batch of one process; null = as in the run, or 128."""
     max_unreadable: int | None = None
-    """Images that cannot be used are named and skipped up to this number; null = as in the run, or 0."""
+    """Images that cannot be used are reported and skipped up to this number; null = as in the run, or 0."""
 
     def __post_init__(self) -> None:
         require(
             self.path is None or self.eval_path is None,
             "data.path and data.eval_path both name the images to evaluate on: give one of them",
         )
+
+    def applied_to(self, run: Any, default: Any) -> Any:
+        """See DataOptions.applied_to; the images to evaluate on become a data set of their own."""
+        data = super().applied_to(run, default)
+        path = data.eval_path or data.path
+        return replace(data, path=path, eval_path=path)
+
+
+@dataclass
+class ClassificationDataOptions(ImageDataOptions):
+    """Images to evaluate on, where they differ from those of the training run.
+
+    Options that are not given are as in the run or, without a run or with other images, the defaults of training.
+    """
+
+    path: str | None = None
+    """The images, as for inlinevit train, or a plain folder of class folders; null = those of the run."""
+    root: str | None = None
+    """Folder of the data that timm.data knows by a prefix; null = as in the run."""
+
+    def applied_to(self, run: Any, default: Any) -> Any:
+        data = super().applied_to(run, default)
+        require(
+            self.root is None or data.path.partition("/")[0] in ROOTED,
+            f"data.root is for data whose name begins with {'/, '.join(ROOTED)}/, not for {data.path}: leave it out",
+        )
+        return data
 
 
 @dataclass
@@ -125,9 +175,7 @@ class AugmentConfig:
             cutmix=1000,
             repeats=1000,
         )
-        for name in ("hflip", "random_erasing", "mixup_switch", "label_smoothing"):
-            value = vars(self)[name]
-            require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
+        check_shares(self, "augment", "hflip", "random_erasing", "mixup_switch", "label_smoothing")
         for name in ("mixup", "cutmix", "color_jitter", "crop_padding"):
             value = vars(self)[name]
             require(value >= 0, f"augment.{name} is {value}: it should not be negative")
@@ -219,3 +267,34 @@ class ClassificationConfig(TrainConfig):
             f"data.batch_size is {self.data.batch_size}, but mixup pairs the images of a batch: choose an even one, or "
             "set augment.mixup and augment.cutmix to 0",
         )
+
+
+@dataclass(kw_only=True)
+class ClassificationEvalOptions(EvalOptions):
+    """Options of `inlinevit eval`. With --output, it also writes confusion.png."""
+
+    data: ClassificationDataOptions = field(default_factory=ClassificationDataOptions)
+    checkpoint: str | None = None
+    """With the name of a model, the file of its weights (null = the published ones); with a run, "best" or a checkpoint
+    (null = the final weights)."""
+    img_size: int | None = None
+    """Side of the model's input; null = what it was trained for."""
+    crop_pct: float | None = None
+    """Share of an image's side that the model sees; null = what it was trained for."""
+
+
+@dataclass(kw_only=True)
+class ClassificationPredictOptions(ClassPredictOptions):
+    """Options of `inlinevit predict`."""
+
+    checkpoint: str | None = None
+    """With the name of a model, the file of its weights (null = the published ones); with a run, "best" or a checkpoint
+    (null = the final weights)."""
+    img_size: int | None = None
+    """Side of the model's input; null = what it was trained for."""
+    top: int = 5
+    """How many classes to list for each image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_value("top", self.top, int, Range(1, MOST_IMAGES))

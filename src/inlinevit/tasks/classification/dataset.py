@@ -1,6 +1,7 @@
 """From labelled images to batches for training and for evaluation."""
 
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ...data.batch_plan import BatchPlan
 from ...data.images import decode_image, decompression_bomb_limit, describe_image_error
 from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
 from ...data.samplers import ShardedSampler, check_one_batch
-from .config import DataConfig
+from .config import ImageDataConfig
 from .shards import ShardImages, ShardSource
 from .sources import ImageSource, SubsetSource
 
@@ -80,7 +81,6 @@ class LabelledStream:
         self.read = source.read
 
     def samples(self, stored: list[dict[str, Any]]) -> LabelledImages:
-        """See Stream.samples."""
         images = ShardImages(stored)
         return LabelledImages(images, self.transform, self.mode, self.num_classes, tries=self.tries)
 
@@ -106,7 +106,7 @@ class UnreadableCounter:
                 count = len(self.seen)
                 if count > self.limit:
                     raise ValueError(
-                        f"{problem}: remove or mend it, or let it be skipped with --data.max_unreadable {count} or more"
+                        f"{problem}: remove or fix it, or let it be skipped with --data.max_unreadable {count} or more"
                     )
                 warnings.warn(f"{problem} and is skipped: {count} of at most {self.limit}", stacklevel=2)
 
@@ -117,12 +117,31 @@ def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, list[str]]:
     return torch.stack(images), torch.tensor(labels), [problem for several in problems for problem in several]
 
 
+def drop_unreadable(
+    batches: Iterable[tuple[Tensor, Tensor, list[str]]], counter: UnreadableCounter, labels: Sequence[int] | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Leave unreadable images out of batches, and translate labels.
+
+    Args:
+        batches: Images (batch, channels, height, width), labels (batch,) with NO_LABEL for unreadable images, problems.
+        counter: Counts the problems.
+        labels: For each label, that of the model; None = they are the same.
+    """
+    own = None if labels is None else torch.tensor(labels)
+    for images, truth, problems in batches:
+        counter.check(problems)
+        is_readable = truth >= 0
+        if is_readable.any():
+            truth = truth[is_readable]
+            yield images[is_readable], truth if own is None else own[truth]
+
+
 def make_train_loader(
     source: ImageSource | ShardSource,
     transform: Any,
     mode: str,
     num_classes: int,
-    config: DataConfig,
+    config: ImageDataConfig,
     repeats: int,
     seed: int,
     plan: BatchPlan,
@@ -164,7 +183,7 @@ def make_eval_loader(
     transform: Any,
     mode: str,
     num_classes: int,
-    config: DataConfig,
+    config: ImageDataConfig,
     process: int,
     processes: int,
 ) -> EvalLoader:

@@ -1,6 +1,7 @@
 """Models with the weights that they start from."""
 
 import warnings
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -8,7 +9,7 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
 from ...models import load_checkpoint
-from ...models._weight_files import read_state_dict
+from ...models._weight_files import read_state_dict, require_finite
 from ...models.factory import (
     check_model_name,
     classes_of_weights,
@@ -51,6 +52,13 @@ def build_model(config: ModelConfig, num_classes: int, *, new_head: bool = True)
     if config.img_size is not None and not is_ours(config.name):
         require_size(model, config)
     return model
+
+
+def build_trained(config: ModelConfig, file: str, num_classes: int) -> nn.Module:
+    """Build a model with the weights of a file, for this number of classes, in evaluation mode."""
+    require_finite(read_state_dict(file), file)
+    trained = replace(config, checkpoint=file, pretrained=False, drop_path_rate=0.0)
+    return build_model(trained, num_classes, new_head=False).eval()
 
 
 def _build_with_weights(config: ModelConfig, num_classes: int, new_head: bool) -> nn.Module:

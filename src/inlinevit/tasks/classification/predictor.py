@@ -1,72 +1,164 @@
-"""Models that are ready to use: out of a training run, of a file, or as published."""
+"""Classifiers that are ready to use: from a training run, from a file, or published."""
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from PIL import Image
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import get_pretrained_cfg, is_model
-from torch import nn
+from torch import Tensor
 
-from ...engine.runs import RUN_CLASSES, RUN_CONFIG, load_config, run_weights
+from ...engine.evaluator import EvalData
+from ...engine.predictor import Predictor
+from ...engine.results import ClassProbability, shorten_list
+from ...engine.runs import RUN_CONFIG, Run, has_config, open_run
 from ...models._weight_files import read_state_dict, require_finite
-from ...utils.files import read_json
+from ...utils.memory import require_memory_for_images
 from ...utils.validation import require
-from .config import ClassificationConfig, ModelConfig
+from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
+from .metrics import ClassificationEvaluator
 from .model import build_model, channels_of_weights, check_model_name, classes_of_weights
-from .transforms import InputSpec, input_spec
+from .transforms import InputSpec, evaluation_transform, input_spec
 
+CLASSES_JSON = "classes.json"
 WORDNET_ID = re.compile(r"n\d{8}")
+DIGITS = 6
 
 
 @dataclass
-class ClassificationPredictor:
-    """A model that is ready to use.
+class ImagePredictor(Predictor[list[ClassProbability]]):
+    """A model that predicts classes of whole images.
 
     Attributes:
-        model: In evaluation mode, on the CPU.
         num_classes: Width of its head.
-        classes: What its classes are called, by index, as the folders of its images were; None if that is not known.
-        spec: What it wants to see.
-        name: What timm calls it.
+        classes: Names of its classes, by index; None if they are not known.
+        spec: Its input.
     """
 
-    model: nn.Module
     num_classes: int
     classes: list[str] | None
     spec: InputSpec
-    name: str
+
+    @property
+    def mode(self) -> str:
+        return self.spec.mode
 
     def readable_classes(self) -> list[str]:
-        """What to show for each class: words for WordNet ids, the index where no name is known."""
+        """Return the names of the classes: words for WordNet ids, the index where no name is known."""
         if self.classes is None:
             return [str(index) for index in range(self.num_classes)]
         return wordnet_names(self.classes)
+
+    def logits(self, images: list[Image.Image], device: torch.device) -> Tensor:
+        """Return the logits (images, classes) of images, in float32 and on the CPU."""
+        transform = evaluation_transform(self.spec)
+        inputs = torch.stack([transform(image) for image in images])
+        return self.model(inputs.to(device)).float().cpu()
+
+    def description(self, options: Any) -> str:
+        return f"{self.name}, {self.spec.size} × {self.spec.size} pixels"
+
+    def settings(self, options: Any) -> dict[str, Any]:
+        return {"img_size": self.spec.size, "classes": self.classes}
+
+    def check_memory(self, batch_size: int) -> None:
+        check_batch_memory(self.spec, batch_size)
+
+
+@dataclass
+class ClassificationPredictor(ImagePredictor):
+    """A classifier that is ready to use."""
+
+    def predict_images(
+        self, images: list[Image.Image], options: ClassificationPredictOptions, device: torch.device
+    ) -> list[list[ClassProbability] | None]:
+        """See Predictor.predict_images; the most probable classes, the most probable first."""
+        names = self.readable_classes()
+        probabilities = self.logits(images, device).softmax(dim=1)
+        values, indices = probabilities.topk(min(options.top, len(names)), dim=1)
+        ranked = zip(values.tolist(), indices.tolist(), values.isfinite().all(dim=1).tolist(), strict=True)
+        return [
+            [ClassProbability(names[i], i, round(share, DIGITS)) for share, i in zip(row, chosen, strict=True)]
+            if is_finite
+            else None
+            for row, chosen, is_finite in ranked
+        ]
+
+    def evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
+        """See Predictor.evaluator; the classes of the images are matched by name."""
+        labels = match_classes(data.source.classes, self)
+        return ClassificationEvaluator(
+            data.source, self.spec, data.config, self.num_classes, labels=labels, classes=self.readable_classes()
+        )
+
+
+def check_batch_memory(spec: InputSpec, batch_size: int) -> None:
+    """Refuse batches that do not fit into memory.
+
+    Args:
+        spec: The model's input.
+        batch_size: Images in a batch.
+    """
+    remedy = "choose a smaller batch_size" if batch_size > 1 else "choose a smaller img_size"
+    require_memory_for_images(batch_size, len(spec.mean), spec.size, spec.size, remedy)
+
+
+def match_classes(classes: Sequence[str] | None, predictor: ImagePredictor) -> list[int] | None:
+    """Return the model's class for each class of some images.
+
+    Args:
+        classes: Names of the images' classes, by label; None = not known, so the labels are used as they are.
+        predictor: The model. Its classes may be known by WordNet ids and by words. If it knows none of the names and
+            there are as many as it has classes, the order decides.
+    """
+    if classes is None:
+        return None
+    known = {name: index for index, name in enumerate(predictor.readable_classes())}
+    known |= {name: index for index, name in enumerate(predictor.classes or [])}
+    unknown = [name for name in classes if name not in known]
+    if not unknown:
+        return [known[name] for name in classes]
+    if len(unknown) == len(classes) == predictor.num_classes:
+        if predictor.classes is not None:
+            warnings.warn(
+                f"the model knows other names than {shorten_list(unknown)}: classes are matched by their order",
+                stacklevel=2,
+            )
+        return list(range(len(classes)))
+    raise ValueError(
+        f"the model does not know {len(unknown)} of the {len(classes)} classes of the images "
+        f"({shorten_list(unknown)}): name images of its {predictor.num_classes} classes with --data.path or "
+        "--data.eval_path, or another model"
+    )
 
 
 def load_classifier(
     model: str, *, checkpoint: str | None = None, img_size: int | None = None, crop_pct: float | None = None
 ) -> ClassificationPredictor:
-    """A model with its weights and what is known of its classes.
+    """Load a model with its weights and the names of its classes.
 
     Args:
-        model: The folder of a training run, or the name of a model of ours or of timm's.
-        checkpoint: With a name, the file of its weights; without one, the published ones are fetched. With a run,
-            "best" for its best checkpoint, the folder of another one, or a file; without one, the final weights.
-        img_size: Side of the images that it is to see; None = what it was trained for.
-        crop_pct: Share of an image's side that it is to see; None = what it was trained for.
+        model: The folder of a training run, or the name of a model of this library or of timm.
+        checkpoint: With a name, the file of its weights; None = the published ones are downloaded. With a run, "best"
+            for its best checkpoint, the folder of another one, or a file; None = the final weights.
+        img_size: Side of its input; None = what it was trained for.
+        crop_pct: Share of an image's side that it sees; None = what it was trained for.
     """
-    run = run_config(model)
+    run = find_classification_run(model)
     classes: list[str] | None = None
     if run is None:
-        check_name_or_run(model)
         config, file = ModelConfig(name=model), checkpoint
     else:
-        check_model_name(run.model.name)
-        config, file = run.model, str(run_weights(Path(model), checkpoint))
-        classes = _read_classes(Path(model) / RUN_CLASSES)
+        check_model_name(run.config.model.name)
+        config, file = run.config.model, str(run.weights(checkpoint))
+        if (run.folder / CLASSES_JSON).is_file():
+            classes = run.metadata(CLASSES_JSON, parse_classes)
     config = dataclasses.replace(
         config,
         checkpoint=file,
@@ -85,65 +177,59 @@ def load_classifier(
             config = dataclasses.replace(config, in_chans=1)
         del weights
     if num_classes < 2:
-        raise ValueError(f"{model} has no head to tell classes apart: name a checkpoint that has one")
+        raise ValueError(f"{model} has no classification head: name a checkpoint that has one")
     return ClassificationPredictor(
         model=build_model(config, num_classes, new_head=False).eval(),
+        name=config.name,
         num_classes=num_classes,
         classes=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
         spec=input_spec(config),
-        name=config.name,
     )
 
 
-def check_name_or_run(model: str) -> None:
-    """Refuse what is neither the folder of a training run nor the name of a model."""
+def find_classification_run(model: str) -> Run[ClassificationConfig] | None:
+    """Open a training run; None if this is the name of a model.
+
+    Raises:
+        OSError: There is neither a folder nor a model of this name.
+        ValueError: The folder holds no run.
+    """
     require(bool(model.strip()), "the model is empty: name the folder of a training run, or a model")
-    if (Path(model) / RUN_CONFIG).is_file():
-        return
+    if has_config(model):
+        return open_run(ClassificationConfig, model)
     if Path(model).is_dir() and not is_model(model):
         raise ValueError(f"{model} holds no {RUN_CONFIG}: name the folder of a training run, or a model")
     if Path(model).name != model:
         raise FileNotFoundError(f"no folder at {model}: name the folder of a training run, or a model")
     check_model_name(model)
+    return None
 
 
-def run_config(model: str) -> ClassificationConfig | None:
-    """The configuration of a training run, if this is the folder of one."""
-    file = Path(model) / RUN_CONFIG
-    return load_config(ClassificationConfig, file) if file.is_file() else None
-
-
-def _read_classes(file: Path) -> list[str] | None:
-    """The names of a run's classes, if it knew them."""
-    if not file.is_file():
-        return None
-    try:
-        classes = read_json(file)
-    except ValueError as error:
-        raise ValueError(f"{file} is no list of class names ({error}): mend or remove it") from error
-    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        raise ValueError(f"{file} is no list of class names: mend or remove it")
-    return classes
+def parse_classes(content: Any) -> list[str] | None:
+    """Return the class names that a run has stored; None if it did not know them."""
+    if content is not None and not (isinstance(content, list) and all(isinstance(name, str) for name in content)):
+        raise ValueError("it is not a list of class names")
+    return content
 
 
 def _complete(classes: list[str], num_classes: int) -> list[str]:
-    """Names for all classes of a head, which may be wider than the data had classes."""
+    """Return names for all classes of a head, which may be wider than the data had classes."""
     if len(classes) > num_classes:
         raise ValueError(
-            f"{RUN_CLASSES} names {len(classes)} classes, but the weights are for {num_classes}: choose weights of "
+            f"{CLASSES_JSON} names {len(classes)} classes, but the weights are for {num_classes}: choose weights of "
             "this run"
         )
     return classes + [str(index) for index in range(len(classes), num_classes)]
 
 
 def imagenet_classes(num_classes: int) -> list[str] | None:
-    """The WordNet ids of ImageNet's classes, if one of its versions has so many."""
+    """Return the WordNet ids of ImageNet's classes, if one of its versions has this number of classes."""
     subset = infer_imagenet_subset({"num_classes": num_classes})
     return None if subset is None else list(ImageNetInfo(subset).label_names())
 
 
 def wordnet_names(classes: Sequence[str]) -> list[str]:
-    """Words for WordNet ids, as they are the names of ImageNet's folders; other names as they are."""
+    """Return words for WordNet ids, which are the names of ImageNet's folders; other names as they are."""
     if not all(WORDNET_ID.fullmatch(name) for name in classes):
         return list(classes)
     info = ImageNetInfo()

@@ -89,7 +89,6 @@ class ShardImages:
         return len(self.stored)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         sample = self.stored[index]
         if LABEL_KEY not in sample:
             raise ValueError(f"it has no .{LABEL_KEY} beside it")
@@ -100,7 +99,6 @@ class ShardImages:
         return open_image(io.BytesIO(content)), int(label)
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         sample = self.stored[index]
         return f"{sample['__key__']} in {sample['__url__']}"
 

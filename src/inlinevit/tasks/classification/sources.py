@@ -81,11 +81,9 @@ class ArraySource:
         return len(self.labels)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         return Image.fromarray(self.images[index]), int(self.labels[index])
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         return f"image {index} of {self.title}"
 
 
@@ -110,12 +108,10 @@ class FolderSource:
         return len(self.files)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         file, label = self.files[index]
         return open_image(file), label
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         return str(self.files[index][0])
 
 
@@ -169,7 +165,6 @@ class TarSource:
         return len(self.names)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         offset, size = self.offsets[index]
         if size < 0:
             raise ValueError("it is a link, a pipe, a device or a sparse file in the tar file, not a regular file")
@@ -179,7 +174,6 @@ class TarSource:
         return open_image(io.BytesIO(content)), int(self.labels[index])
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         return f"{self.names[index]} in {self.file}"
 
 
@@ -211,12 +205,10 @@ class TorchvisionSource:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         image, label = self.samples[index]
         return image, int(label)
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         return f"image {index} of {type(self.samples).__name__}"
 
 
@@ -256,7 +248,6 @@ class HuggingFaceSource:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         row = self.samples[index]
         stored, label = row[self.image], row[self.label]
         if stored is None or label is None:
@@ -271,7 +262,6 @@ class HuggingFaceSource:
         return open_image(path), int(label)
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         stored = self.samples[index][self.image]
         path = stored["path"] if stored else None
         return f"image {index} of {self.title}" + (f" ({path})" if path else "")
@@ -302,12 +292,10 @@ class RelabelledSource:
         return len(self.source)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         image, label = self.source.read(index)
         return image, self.labels[label] if 0 <= label < len(self.labels) else label
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         return self.source.name(index)
 
 
@@ -327,15 +315,28 @@ class SubsetSource:
         return self.count
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """See ImageSource.read."""
         return self.source.read(self._place(index))
 
     def name(self, index: int) -> str:
-        """See ImageSource.name."""
         return self.source.name(self._place(index))
 
     def _place(self, index: int) -> int:
         return index * len(self.source) // self.count
+
+
+def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Path]]:
+    """Return the files with several images, and the folders of class folders, that a source reads from."""
+    if isinstance(source, ShardSource):
+        return [str(shard) for shard in source.shards], []
+    if isinstance(source, TarSource):
+        return [str(source.file)], []
+    if isinstance(source, FolderSource):
+        # The folder of an image is its class; a folder beside it would become a class, too.
+        parents = {os.path.dirname(os.path.dirname(os.path.abspath(file))) for file, _ in source.files}
+        return [], [Path(os.path.commonpath(parents))]
+    if isinstance(source, RelabelledSource | SubsetSource):
+        return source_paths(source.source)
+    return [], []
 
 
 def open_source(config: DataConfig, training: bool, classes: Sequence[str] | None = None) -> ImageSource | ShardSource:

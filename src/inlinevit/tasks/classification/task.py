@@ -1,28 +1,39 @@
-"""Classification as a Task of the training loop."""
+"""Classification as a task."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from timm.data import Mixup
 from torch import Tensor, nn
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
+from ...engine.evaluator import EvalData
 from ...engine.outputs import check_run_output
+from ...engine.runs import Run
+from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.validation import require
-from .config import AugmentConfig, ClassificationConfig, DistillationConfig, ModelConfig
+from .config import (
+    AugmentConfig,
+    ClassificationConfig,
+    ClassificationEvalOptions,
+    DataConfig,
+    DistillationConfig,
+    ModelConfig,
+)
 from .dataset import UnreadableCounter, make_train_loader
-from .evaluate import check_batch_memory, evaluate, places_of
+from .metrics import CONFUSION_PNG, ClassificationEvaluator
 from .model import build_model, classes_of_model
-from .sources import open_source
+from .predictor import ClassificationPredictor, check_batch_memory, find_classification_run, load_classifier
+from .shards import ShardSource
+from .sources import ImageSource, open_part, open_source, source_paths
 from .transforms import input_spec, training_transform
 
 
 class Teacher(nn.Module):
-    """A frozen model and the loss of not answering as it does.
+    """A frozen model, and the loss of a student against its predictions.
 
     Args:
         config: Which model, and how to learn from it.
@@ -49,11 +60,11 @@ class Teacher(nn.Module):
         known = classes_of_model(taught)
         require(
             known == num_classes,
-            f"the teacher {config.teacher} tells {known} classes apart, but the data have {num_classes}: name the file "
+            f"the teacher {config.teacher} has {known} classes, but the data have {num_classes}: name the file "
             "of one that was trained on them with --distillation.checkpoint",
         )
         self.model = build_model(taught, num_classes, new_head=False).eval().requires_grad_(False)
-        # The student's images are normalised its way; the teacher may be used to another.
+        # The student's images are normalised for the student; the teacher may expect another mean and std.
         own, other = input_spec(taught), input_spec(student)
         self.register_buffer("scale", _by_channel(other.std) / _by_channel(own.std), persistent=False)
         shift = (_by_channel(other.mean) - _by_channel(own.mean)) / _by_channel(own.std)
@@ -74,66 +85,74 @@ def _by_channel(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values).view(-1, 1, 1)
 
 
-class Classification:
-    """Images into classes.
+class ImageTask(Task):
+    """A task with labels of whole images.
 
     Args:
-        config: The run.
+        config: The run; it has `data`, `augment` and `model`.
     """
 
-    metric = "top1"
-    greater_is_better = True
+    train_source: ImageSource | ShardSource
+    # Width of the head; the labels of the training data are below num_labels.
+    num_classes: int
+    num_labels: int
 
-    def __init__(self, config: ClassificationConfig) -> None:
-        self.config = config
-        self.batch_size, self.workers = config.data.batch_size, config.data.workers
-        # Mixup pairs the images of a batch.
-        self.batch_multiple = 2 if config.augment.mixes else 1
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         check_model_name(config.model.name)
         self.spec = input_spec(config.model)
         self.transform = training_transform(config.augment, self.spec)
-        self.train_source = open_source(config.data, training=True)
-        self.classes = self.train_source.classes
-        self.eval_source = open_source(config.data, training=False, classes=self.classes)
-        self.num_classes = config.model.num_classes or len(self.classes or ())
-        if self.num_classes == 0:
-            raise ValueError(f"{config.data.path} does not tell its classes: set --model.num_classes")
-        require(
-            self.num_classes >= len(self.classes or ()),
-            f"model.num_classes is {self.num_classes}, but {config.data.path} has {len(self.classes or ())} classes: "
-            "leave it out, or raise it",
-        )
-        for source in (self.train_source, self.eval_source):
-            check_batch_memory(self.spec, config.data.batch_size, len(source))
-            weights = [file for file in (config.model.checkpoint, config.distillation.checkpoint) if file]
-            check_run_output(config.run.output, [*places_of(source).files, *weights])
-        self.problems = UnreadableCounter(config.data.max_unreadable)
-        self.mixup = make_mixup(config.augment, self.num_classes)
-        self.teacher = (
-            Teacher(config.distillation, config.model, self.num_classes) if config.distillation.teacher else None
-        )
+        self.unreadable = UnreadableCounter(config.data.max_unreadable)
 
     def build_model(self) -> nn.Module:
-        """See Task.build_model."""
         return build_model(self.config.model, self.num_classes)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        """See Task.train_loader."""
+        """See Task.train_loader: images, labels, problems."""
         return make_train_loader(
             self.train_source,
             self.transform,
             self.spec.mode,
-            self.num_classes,
+            self.num_labels,
             self.config.data,
             self.config.augment.repeats,
             self.config.run.seed,
             plan,
         )
 
+
+class Classification(ImageTask, config=ClassificationConfig, command="inlinevit", metric="top1"):
+    """Image classification."""
+
+    config: ClassificationConfig
+
+    def __init__(self, config: ClassificationConfig) -> None:
+        super().__init__(config)
+        # Mixup pairs the images of a batch.
+        self.batch_multiple = 2 if config.augment.mixes else 1
+        self.train_source = open_source(config.data, training=True)
+        self.classes = self.train_source.classes
+        self.eval_source = open_source(config.data, training=False, classes=self.classes)
+        self.num_classes = self.num_labels = config.model.num_classes or len(self.classes or ())
+        if self.num_classes == 0:
+            raise ValueError(f"{config.data.path} does not name its classes: set --model.num_classes")
+        require(
+            self.num_classes >= len(self.classes or ()),
+            f"model.num_classes is {self.num_classes}, but {config.data.path} has {len(self.classes or ())} classes: "
+            "leave it out, or raise it",
+        )
+        weights = [file for file in (config.model.checkpoint, config.distillation.checkpoint) if file]
+        for source in (self.train_source, self.eval_source):
+            check_batch_memory(self.spec, min(config.data.batch_size, len(source)))
+            check_run_output(config.run.output, [*source_paths(source)[0], *weights])
+        self.mixup = make_mixup(config.augment, self.num_classes)
+        self.teacher = (
+            Teacher(config.distillation, config.model, self.num_classes) if config.distillation.teacher else None
+        )
+
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:
-        """See Task.loss."""
         images, labels, problems = batch
-        self.problems.check(problems)
+        self.unreadable.check(problems)
         # Mixed images come with mixed, smoothed labels.
         images, targets = self.mixup(images, labels) if self.mixup is not None else (images, labels)
         smoothing = self.config.augment.label_smoothing if self.mixup is None else 0.0
@@ -144,17 +163,34 @@ class Classification:
         share = self.config.distillation.weight
         return (1 - share) * loss + share * self.teacher.to(images.device)(images, logits)
 
-    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        """See Task.evaluate."""
-        return evaluate(model, self.eval_source, self.spec, self.config.data, accelerator, self.num_classes).numbers()
+    def evaluator(self) -> ClassificationEvaluator:
+        return ClassificationEvaluator(self.eval_source, self.spec, self.config.data, self.num_classes)
 
-    def notes(self) -> dict[str, Any]:
-        """See Task.notes."""
-        return {"classes": self.classes}
+    def metadata(self) -> dict[str, Any]:
+        return {**super().metadata(), "classes": self.classes}
+
+    @classmethod
+    def find_run(cls, model: str | None, options: Any) -> Run[ClassificationConfig] | None:
+        """See Task.find_run; the name of a model is accepted, too."""
+        return find_classification_run(model or "")
+
+    @classmethod
+    def open_eval_data(cls, config: DataConfig, run: Any, options: Any) -> EvalData:
+        source = open_part(config, training=False)
+        return EvalData(config, source, config.path, *source_paths(source))
+
+    @classmethod
+    def load_predictor(cls, model: str | None, options: Any) -> ClassificationPredictor:
+        crop_pct = options.crop_pct if isinstance(options, ClassificationEvalOptions) else None
+        return load_classifier(model or "", checkpoint=options.checkpoint, img_size=options.img_size, crop_pct=crop_pct)
+
+    @classmethod
+    def eval_files(cls, options: Any) -> tuple[str, ...]:
+        return (CONFUSION_PNG,)
 
 
 def make_mixup(augment: AugmentConfig, num_classes: int) -> Mixup | None:
-    """timm's mixing of the images of a batch, if it is wanted."""
+    """Return timm's mixup and cutmix, if they are on."""
     if not augment.mixes:
         return None
     return Mixup(

@@ -1,45 +1,61 @@
-"""What a detection run can be told. `inlinevit detect train` and the recipes are these classes."""
+"""Configuration of detection: the fields of recipes, and the options of `inlinevit detect train`, `eval`, `predict`."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from ...engine.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig
-from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, require
-from ..backbone_config import BackboneConfig
+from ...engine.config import (
+    DrawingPredictOptions,
+    EvalOptions,
+    OptimizerConfig,
+    ScheduleConfig,
+    SplitDataConfig,
+    SplitDataOptions,
+    TrainConfig,
+)
+from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, check_shares, require
+from ..backbone_config import BackboneConfig, refuse_layer_decay
 
 
 @dataclass
 class DetectionDataConfig(SplitDataConfig):
-    """Where images and annotations are, and how they are read."""
+    """Images and annotations, and how they are read."""
 
     path: str = "path/to/coco"
     """A folder laid out as COCO's: images in SPLIT/, annotations in annotations/instances_SPLIT.json."""
     train_split: str = "train2017"
-    """The split to train on."""
     eval_split: str = "val2017"
-    """The split to evaluate on."""
     train_annotations: str | None = None
-    """The annotations to train on, if they lie elsewhere."""
+    """The annotations to train on, if they are elsewhere."""
     train_folder: str | None = None
-    """The folder of the images to train on, if it lies elsewhere."""
+    """The folder of the images to train on, if it is elsewhere."""
     eval_annotations: str | None = None
-    """The annotations to evaluate on, if they lie elsewhere."""
+    """The annotations to evaluate on, if they are elsewhere."""
     eval_folder: str | None = None
-    """The folder of the images to evaluate on, if it lies elsewhere."""
+    """The folder of the images to evaluate on, if it is elsewhere."""
     group_by_aspect: bool = True
-    """Have upright and lying images in batches of their own, which need less padding."""
+    """Batch images of the same orientation, portrait or landscape, which need less padding."""
 
 
 @dataclass
 class DetectionDataOptions(SplitDataOptions):
-    """Which images to evaluate on, where they are not those of the training run."""
+    """Images to evaluate on, where they differ from those of the training run."""
 
     source_fields: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
 
     eval_annotations: str | None = None
-    """The annotations to evaluate on, if they lie elsewhere; null = as in the run."""
+    """The annotations to evaluate on, if they are elsewhere; null = as in the run."""
     eval_folder: str | None = None
-    """The folder of the images to evaluate on, if it lies elsewhere; null = as in the run."""
+    """The folder of the images to evaluate on, if it is elsewhere; null = as in the run."""
+
+    def applied_to(self, run: Any, default: Any) -> Any:
+        data = super().applied_to(run, default)
+        unused = [name for name in ("path", "eval_split") if name in self.overrides()]
+        require(
+            not unused or data.eval_annotations is None or data.eval_folder is None,
+            f"data.{' and data.'.join(unused)} would not be used, because data.eval_annotations and data.eval_folder "
+            "name the files: leave out one or the other",
+        )
+        return data
 
 
 @dataclass
@@ -61,17 +77,9 @@ class DetectionAugmentConfig:
     """Share of images into which objects of another image are pasted."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "augment",
-            min_sizes=MOST_PIXELS,
-            max_size=MOST_PIXELS,
-            scale_jitter=100,
-            jitter_size=MOST_PIXELS,
-        )
-        for name in ("hflip", "copy_paste"):
-            value = vars(self)[name]
-            require(0 <= value <= 1, f"augment.{name} is {value}: it should be from 0 to 1")
+        sides = dict.fromkeys(("min_sizes", "max_size", "jitter_size"), MOST_PIXELS)
+        check_fields(self, "augment", scale_jitter=100, **sides)
+        check_shares(self, "augment", "hflip", "copy_paste")
         require(
             bool(self.min_sizes) and min(self.min_sizes) > 0, "augment.min_sizes should hold at least one side above 0"
         )
@@ -109,14 +117,13 @@ class DetectorConfig(BackboneConfig):
     box_batch_size_per_image: int = 512
     """Regions of an image that the heads learn from in a step."""
     box_score_thresh: float = 0.05
-    """Detections with lower scores are not told."""
+    """Detections with lower scores are left out."""
     box_nms_thresh: float = 0.5
-    """Of two boxes of a category that overlap more than this, one is told."""
+    """Of two boxes of a category with a larger IoU, one is left out."""
     box_detections_per_img: int = 100
-    """How many objects are told of an image, at most."""
+    """Largest number of objects in an image."""
 
     def most(self) -> dict[str, float]:
-        """See BackboneConfig.most."""
         return {
             "num_classes": MOST_CLASSES,
             "min_size": MOST_PIXELS,
@@ -140,9 +147,7 @@ class DetectorConfig(BackboneConfig):
         ):
             value = vars(self)[name]
             require(value > 0, f"model.{name} is {value}: it should be at least 1")
-        for name in ("box_score_thresh", "box_nms_thresh"):
-            value = vars(self)[name]
-            require(0 <= value <= 1, f"model.{name} is {value}: it should be from 0 to 1")
+        check_shares(self, "model", "box_score_thresh", "box_nms_thresh")
         require(self.num_classes is None or self.num_classes > 0, "model.num_classes should be at least 1")
         require(0 <= self.frozen_stages <= 4, f"model.frozen_stages is {self.frozen_stages}: there are 4 stages")
         require(
@@ -166,7 +171,36 @@ class DetectionConfig(TrainConfig):
     model: DetectorConfig = field(default_factory=DetectorConfig)
 
     def __post_init__(self) -> None:
+        refuse_layer_decay(self)
+
+
+@dataclass(kw_only=True)
+class DetectionEvalOptions(EvalOptions):
+    """Options of `inlinevit detect eval`. With --output, it also writes results_bbox.json and results_segm.json."""
+
+    data: DetectionDataOptions = field(default_factory=DetectionDataOptions)
+    results: list[str] | None = None
+    """Evaluate the results in these files, in COCO's format, instead of a model; boxes and masks may be in files of
+    their own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"checkpoint": self.checkpoint, "precision": self.precision, "device": self.device}
+        given["data.workers"] = None if self.data.workers is None else str(self.data.workers)
+        unused = [name for name, value in given.items() if value not in (None, "no")]
         require(
-            self.optimizer.layer_decay is None,
-            "optimizer.layer_decay is for plain classifiers: leave it out for detectors",
+            not self.results or not unused,
+            f"results are evaluated without a model: leave out --{' and --'.join(unused)}, or --results",
         )
+
+
+@dataclass(kw_only=True)
+class DetectionPredictOptions(DrawingPredictOptions):
+    """Options of `inlinevit detect predict`."""
+
+    probabilities: ClassVar[tuple[str, ...]] = ("threshold",)
+
+    output: str
+    """Folder for a drawing of each image, NAME.png, and predictions.json."""
+    threshold: float = 0.5
+    """Objects with lower scores are left out."""

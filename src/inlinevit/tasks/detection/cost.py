@@ -1,19 +1,19 @@
 """Cost of whole detectors: parameters and multiply-adds on all our backbones and their softmax counterparts."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torchvision.models.detection.roi_heads import RoIHeads
 
 from ...models.catalog import count_macs, count_parameters
 from ...utils.files import read_json
+from ..cost import Facts, measure_archs
 from .cascade import CascadeRoIHeads
 from .config import DetectorConfig
 from .model import BOX_REGION, MASK_REGION, PyramidRCNN, build_detector
 
-# What the field counts for: an image of 1280×800, so many regions with boxes and so many of them with masks.
+# Costs are usually given for an image of 1280×800, with this number of regions for boxes and for masks.
 IMAGE_SIZE = (800, 1280)
 BOXES, MASKS = 1000, 100
 CATEGORIES = 80
@@ -21,27 +21,10 @@ CATEGORIES = 80
 Kind = Literal["mask_rcnn", "cascade_mask_rcnn"]
 
 
-@dataclass(frozen=True)
-class DetectorFacts:
-    """Cost of the detectors on a backbone, with 80 categories, for one image of 1280×800; see detector_cost().
-
-    Attributes:
-        parameters: Of Mask R-CNN.
-        gmacs: Of Mask R-CNN, in 10⁹.
-        cascade_parameters: Of Cascade Mask R-CNN.
-        cascade_gmacs: Of Cascade Mask R-CNN, in 10⁹.
-    """
-
-    parameters: int
-    gmacs: float
-    cascade_parameters: int
-    cascade_gmacs: float
-
-
-# Stored for `inlinevit models`; tools/model_tables.py measures and writes it. Each InLine backbone stands above its
-# softmax counterpart.
+ARCHS = {"": "mask_rcnn", "cascade_": "cascade_mask_rcnn"}
 FILE = Path(__file__).with_name("catalog.json")
-DETECTOR_CATALOG = {name: DetectorFacts(**facts) for name, facts in read_json(FILE).items()}
+# Written by tools/model_tables.py. Each InLine backbone is above its softmax counterpart.
+DETECTOR_CATALOG: dict[str, Facts] = read_json(FILE)
 
 
 def detector_cost(
@@ -81,15 +64,13 @@ def stages_of(detector: PyramidRCNN) -> list[RoIHeads]:
     return list(heads.stages) if isinstance(heads, CascadeRoIHeads) else [heads]
 
 
-def measure_detector(kind: Kind, backbone: str) -> tuple[int, float]:
+def measure_detector(kind: Any, backbone: str) -> tuple[int, float]:
     """detector_cost() of a detector with 80 categories."""
     with torch.device("meta"):
         detector = build_detector(DetectorConfig(arch=kind, backbone=backbone), CATEGORIES)
     return detector_cost(detector)
 
 
-def measure_facts(backbone: str) -> DetectorFacts:
-    """Return what DETECTOR_CATALOG should hold."""
-    parameters, gmacs = measure_detector("mask_rcnn", backbone)
-    cascade_parameters, cascade_gmacs = measure_detector("cascade_mask_rcnn", backbone)
-    return DetectorFacts(parameters, round(gmacs, 1), cascade_parameters, round(cascade_gmacs, 1))
+def measure_facts(backbone: str) -> Facts:
+    """Return the entry of a backbone in DETECTOR_CATALOG."""
+    return measure_archs(measure_detector, ARCHS, backbone)

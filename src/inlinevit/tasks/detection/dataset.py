@@ -1,6 +1,4 @@
-"""From a COCO data set to batches for training and to images for evaluation."""
-
-from typing import Any
+"""From a COCO data set to training batches."""
 
 import torch
 from torch import Tensor
@@ -8,7 +6,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...data.batch_plan import BatchPlan
-from ...data.loader import EvalLoader, ShuffledLoader, TrainLoader
+from ...data.loader import ShuffledLoader, TrainLoader
 from ...data.samplers import GroupedSampler, ShardedSampler, check_one_batch
 from .coco import CocoSource
 from .config import DetectionAugmentConfig, DetectionDataConfig
@@ -16,12 +14,12 @@ from .transforms import Sample, Transform, as_tensors, as_tv_tensors, paste_obje
 
 
 class DetectionSamples(Dataset[Sample]):
-    """Images to train on, varied at random, with their objects.
+    """Augmented training images with their objects.
 
     Args:
         source: Where they come from.
-        transform: How they are varied.
-        copy_paste: Share of images that get objects of another one, which is varied in the same way.
+        transform: The augmentation.
+        copy_paste: Share of images that get objects of another one, which is augmented in the same way.
     """
 
     def __init__(self, source: CocoSource, transform: Transform, copy_paste: float) -> None:
@@ -35,47 +33,24 @@ class DetectionSamples(Dataset[Sample]):
         if float(torch.rand(())) < self.copy_paste and len(self) > 1:
             others = len(self) - 1
             other = self.draw((index + 1 + int(torch.randint(others, ()))) % len(self))
-            sample = paste_objects(sample, other, some_of(len(other[1]["labels"])))
+            sample = paste_objects(sample, other, random_subset(len(other[1]["labels"])))
         return sample
 
     def draw(self, index: int) -> Sample:
-        """An image alone, varied, and its objects."""
+        """Return an augmented image and its objects."""
         image, target = pil_to_tensor(self.source.read_image(index)), self.source.read_target(index)
         return as_tensors(*self.transform(*as_tv_tensors(image, target)))
 
 
-def some_of(count: int) -> Tensor:
-    """Some of so many numbers from 0 on, at least one of them if there is any, in random order."""
+def random_subset(count: int) -> Tensor:
+    """Return a random choice of the numbers below `count`, at least one of them if there is any, in random order."""
     order = torch.randperm(count)
     return order[: 1 + int(torch.randint(count, ()))] if count else order
 
 
-class EvaluationImages(Dataset[tuple[int, Tensor]]):
-    """Images as they are, each with its index in the source.
-
-    Args:
-        source: Where they come from.
-    """
-
-    def __init__(self, source: CocoSource) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        return index, pil_to_tensor(self.source.read_image(index))
-
-
 def collate(samples: list[Sample]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Samples to a batch: images of different sizes, and their objects."""
+    """Collate samples to a batch: images of different sizes, and their objects."""
     return [image for image, _ in samples], [target for _, target in samples]
-
-
-def alone(samples: list[Any]) -> Any:
-    """A batch of one sample is the sample."""
-    (sample,) = samples
-    return sample
 
 
 def make_train_loader(
@@ -85,34 +60,24 @@ def make_train_loader(
     seed: int,
     plan: BatchPlan,
 ) -> TrainLoader:
-    """Batches (images, targets) of one process, in an order that comes back.
+    """Return the batches (images, targets) of one process, in an order that the seed decides.
 
     Args:
         source: Where the images come from.
-        augment: How they are varied.
+        augment: The augmentation.
         config: Whether images are grouped.
         seed: The run's seed.
         plan: Size of batches, number of workers, which share of each batch.
     """
     samples = DetectionSamples(source, training_transform(augment), augment.copy_paste)
     order: ShardedSampler
-    dealing = {"seed": seed, "process": plan.process, "processes": plan.processes}
-    # Squares of large-scale jitter are all alike.
+    shard = {"seed": seed, "process": plan.process, "processes": plan.processes}
+    # All squares of large-scale jitter have the same size.
     if config.group_by_aspect and augment.scale_jitter is None:
-        lying = [int(source.aspect(index) >= 1) for index in range(len(source))]
+        is_landscape = [int(source.aspect(index) >= 1) for index in range(len(source))]
         total_batch = plan.initial_batch_size * plan.initial_processes
-        order = GroupedSampler(lying, plan.batch_size, total_batch=total_batch, **dealing)
+        order = GroupedSampler(is_landscape, plan.batch_size, total_batch=total_batch, **shard)
     else:
-        order = ShardedSampler(len(source), plan.batch_size, **dealing)
+        order = ShardedSampler(len(source), plan.batch_size, **shard)
     check_one_batch(len(order), len(source), plan.batch_size, plan.processes)
     return ShuffledLoader(samples, order, workers=plan.workers, collate=collate)
-
-
-def make_eval_loader(source: CocoSource, config: DetectionDataConfig, process: int, processes: int) -> EvalLoader:
-    """Images (index, image) of one process, one at a time; over all processes, every image comes once.
-
-    An image is (3, height, width) of bytes, neither resized nor normalised.
-    """
-    return EvalLoader(
-        EvaluationImages(source), 1, workers=config.workers, collate=alone, process=process, processes=processes
-    )

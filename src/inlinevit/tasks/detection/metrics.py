@@ -1,37 +1,49 @@
-"""From what a detector answers to COCO's results, and from those to COCO's numbers."""
+"""From the output of a detector to COCO's results format, and from that to COCO's metrics."""
 
 import contextlib
 import io
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from pycocotools import mask as coco_masks
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
+from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...engine.evaluator import Evaluation, Evaluator
+from ...engine.results import percent
+from ...utils.atomic import atomic_write_bytes, finite
 from ...utils.files import read_json
-from .coco import Category, Record, what_is_wrong_with_rle
+from ..dense import make_single_loader
+from .coco import Category, CocoSource, Record, what_is_wrong_with_rle
 from .model import DetectorTransform
 
-# COCO's words for boxes and masks, by ours.
+# COCO's names for boxes and masks.
 PARTS = {"box": "bbox", "mask": "segm"}
 FIELDS = {"box": "bbox", "mask": "segmentation"}
 # COCO's twelve numbers in the order of its summary: s, m and l are small, medium and large objects.
 NUMBERS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 MASK_THRESHOLD = 0.5
+# The files of results, for boxes (bbox) and masks (segm).
+RESULTS_JSON = "results_{}.json"
 
 
 @dataclass
 class CategoryPrecision:
-    """How well the objects of one category are found.
+    """Average precision of one category.
 
     Attributes:
         category: The category.
@@ -47,31 +59,127 @@ class CategoryPrecision:
 
 
 @dataclass
-class DetectionEvaluation:
-    """The outcome of an evaluation.
+class DetectionEvaluation(Evaluation):
+    """The result of an evaluation.
 
     Attributes:
-        box: COCO's twelve numbers for boxes by name, 0 … 1; nan where there are no such objects. None if the results
+        box: COCO's twelve numbers for boxes by name, 0 … 1; NaN where there are no such objects. None if the results
             have no boxes.
         mask: The same for masks.
-        per_class: AP by category, in the order of their ids.
+        categories: AP by category, in the order of their ids.
         images: How many images were evaluated.
+        results: What was evaluated, in COCO's results format; None = it is not to be written.
     """
 
     box: dict[str, float] | None
     mask: dict[str, float] | None
-    per_class: list[CategoryPrecision]
+    categories: list[CategoryPrecision]
     images: int
+    results: list[Record] | None = None
 
     def numbers(self) -> dict[str, float]:
-        """The metrics that are one number each: box_AP, box_AP50, …, mask_AP, …."""
+        """See Evaluation.numbers: box_AP, box_AP50, …, mask_AP, …."""
         parts = {"box": self.box, "mask": self.mask}
         return {f"{part}_{name}": value for part, some in parts.items() for name, value in (some or {}).items()}
+
+    def tables(self) -> list[list[dict[str, str]]]:
+        parts = {"boxes": self.box, "masks": self.mask}
+        known = {part: numbers for part, numbers in parts.items() if numbers is not None}
+        return [
+            [{"": part, **{f"{name} %": percent(numbers[name]) for name in names}} for part, numbers in known.items()]
+            for names in (NUMBERS[:6], NUMBERS[6:])
+        ]
+
+    def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
+        """See Evaluation.class_scores; masks say more than boxes."""
+        names = [one.category.name for one in self.categories]
+        scores = {"mask AP": [one.mask for one in self.categories], "box AP": [one.box for one in self.categories]}
+        known = {heading: [value for value in values if value is not None] for heading, values in scores.items()}
+        return names, {heading: values for heading, values in known.items() if len(values) == len(names)}
+
+    def per_class(self) -> list[Record]:
+        rows = []
+        for one in self.categories:
+            precisions = {"box_AP": one.box, "mask_AP": one.mask}
+            known = finite({name: math.nan if value is None else value for name, value in precisions.items()})
+            rows.append({**asdict(one.category), "objects": one.objects, **known})
+        return rows
+
+    def save_files(self, folder: Path) -> None:
+        """See Evaluation.save_files.
+
+        Boxes and masks are in a file each: of a result that has both, pycocotools takes the area from the box.
+        """
+        for part, iou_type in PARTS.items() if self.results is not None else ():
+            content = json.dumps(only(part, self.results or [])).encode()
+            atomic_write_bytes(folder / RESULTS_JSON.format(iou_type), content)
+
+
+class DetectionEvaluator(Evaluator):
+    """Evaluates detectors on one data set, one image at a time: the same for any number of processes.
+
+    Args:
+        source: The images.
+        workers: Data workers.
+        categories: The category of each of the model's labels 1, 2, …; None = those of the source.
+        keep_results: Whether the evaluation is to have the results.
+        results: Evaluate these results instead of a model's.
+    """
+
+    def __init__(
+        self,
+        source: CocoSource,
+        workers: int,
+        *,
+        categories: Sequence[Category] | None = None,
+        keep_results: bool = False,
+        results: list[Record] | None = None,
+    ) -> None:
+        self.source, self.workers, self.keep_results, self.results = source, workers, keep_results, results
+        self.categories = source.categories if categories is None else categories
+
+    def loader(self, process: int, processes: int) -> Iterable[tuple[int, Tensor]]:
+        """See Evaluator.loader: index and image (3, height, width) uint8."""
+        if self.results is not None:
+            return []
+        return make_single_loader(
+            len(self.source), self.read, workers=self.workers, process=process, processes=processes
+        )
+
+    def read(self, index: int) -> tuple[int, Tensor]:
+        """Read an image."""
+        return index, pil_to_tensor(self.source.read_image(index))
+
+    def reset(self, device: torch.device) -> None:
+        super().reset(device)
+        self.found: list[tuple[int, list[Record]]] = []
+
+    def update(self, model: nn.Module, batch: tuple[int, Tensor]) -> None:
+        index, image = batch
+        answer = detect(model, image.to(self.device, non_blocking=True))
+        height, width = image.shape[-2:]
+        image_id = self.source.images[index]["id"]
+        self.found.append((index, to_results(answer, image_id, (height, width), self.categories)))
+
+    def collect(self) -> list[Record]:
+        """Return the results of all processes, in COCO's format and in the order of the images."""
+        by_image = sorted(gather_object(self.found), key=itemgetter(0))
+        return [result for _, results in by_image for result in results]
+
+    def compute(self, accelerator: Accelerator) -> DetectionEvaluation:
+        """See Evaluator.compute; one process computes the metrics, which takes minutes for COCO."""
+        results = self.collect() if self.results is None else self.results
+        outcome: list[Any] = [None]
+        if accelerator.is_main_process:
+            evaluation = coco_metrics(self.source.ground_truth(), results)
+            outcome = [replace(evaluation, results=results if self.keep_results else None)]
+        (evaluation,) = broadcast_object_list(outcome)
+        return evaluation
 
 
 @torch.no_grad()
 def detect(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
-    """What a detector answers, with masks that are not yet pasted into the image: those of large ones fill a memory.
+    """Run a detector on an image, without pasting the masks into it: in a large image they would fill the memory.
 
     Args:
         model: The detector, in evaluation mode.
@@ -92,7 +200,7 @@ def detect(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
 def to_results(
     answer: dict[str, Tensor], image_id: int, size: tuple[int, int], categories: Sequence[Category]
 ) -> list[Record]:
-    """A detector's answer in COCO's results format. Nothing is rounded.
+    """Convert the output of a detector to COCO's results format. Nothing is rounded.
 
     Args:
         answer: As `detect` gives it.
@@ -100,7 +208,7 @@ def to_results(
         size: Height and width of the image.
         categories: What the labels 1, 2, … mean.
     """
-    # A head may be wider than there were categories: what it takes for a nameless one cannot be told.
+    # A head may be wider than there were categories: labels without a category are dropped.
     is_named = answer["labels"] <= len(categories)
     boxes, labels, scores, masks = (answer[name][is_named] for name in ("boxes", "labels", "scores", "masks"))
     corners = boxes.cpu().double()
@@ -120,7 +228,7 @@ def to_results(
 
 
 def encode_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Iterator[Record]:
-    """Masks as COCO's compressed RLE.
+    """Encode masks as COCO's compressed RLE.
 
     The same as torchvision's paste_masks_in_image, without an image of numbers for each mask.
 
@@ -145,7 +253,7 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Iterato
 
 
 def coco_metrics(ground_truth: Record, results: Sequence[Record]) -> DetectionEvaluation:
-    """COCO's numbers, by pycocotools.
+    """Compute COCO's metrics with pycocotools.
 
     Args:
         ground_truth: COCO's images, annotations and categories.
@@ -171,7 +279,7 @@ def coco_metrics(ground_truth: Record, results: Sequence[Record]) -> DetectionEv
 
 
 def only(part: str, results: Sequence[Record]) -> list[Record]:
-    """The boxes or the masks of results, without the others, which pycocotools would take sizes of objects from."""
+    """Return the boxes or the masks of results, without the other: pycocotools would take the area from it."""
     (other,) = (field for name, field in FIELDS.items() if name != part)
     return [{name: value for name, value in one.items() if name != other} for one in results if FIELDS[part] in one]
 
@@ -204,7 +312,7 @@ def _indexed(dataset: Record) -> COCO:
 
 
 def read_results(files: Sequence[str], ground_truth: Record) -> list[Record]:
-    """Results out of files, checked against the data that they are to be evaluated on.
+    """Read results from files, and check them against the data that they are evaluated on.
 
     Args:
         files: In COCO's results format; boxes and masks may be in files of their own.
@@ -219,7 +327,9 @@ def read_results(files: Sequence[str], ground_truth: Record) -> list[Record]:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"no file at {file}: name results in COCO's format with --results") from error
         except ValueError as error:
-            raise ValueError(f"{file} is no JSON ({error}): name results in COCO's format with --results") from error
+            raise ValueError(
+                f"{file} is not valid JSON ({error}): name results in COCO's format with --results"
+            ) from error
         if not isinstance(content, list):
             raise ValueError(f"{file} holds no list: name results in COCO's format with --results")
         for place, result in enumerate(content):
@@ -249,7 +359,7 @@ def _what_is_wrong(result: Any, images: dict[Any, Record], categories: set[Any])
     if "segmentation" in result:
         rle = result["segmentation"]
         if not (isinstance(rle, dict) and isinstance(rle.get("counts"), str)):
-            return "has a segmentation that is no compressed RLE, as COCO wants it in results: convert it"
+            return "has a segmentation that is not a compressed RLE, as in COCO's results format: convert it"
         return what_is_wrong_with_rle(rle, images[image])
     return ""
 

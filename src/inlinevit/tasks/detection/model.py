@@ -12,9 +12,7 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign
 
-from ...models._weight_files import read_state_dict
-from ...models.factory import check_model_name, load_weights
-from ..backbone import build_backbone, checkpoint_backbone, mean_and_std, undecayed_weights
+from ..backbone import build_on_backbone, checkpoint_backbone, mean_and_std, undecayed_weights
 from .cascade import BOX_WEIGHTS, IOU_THRESHOLDS, CascadeRoIHeads
 from .config import DetectorConfig
 from .pyramid import PyramidBackbone
@@ -193,23 +191,15 @@ def cascade_mask_rcnn(backbone: str, num_classes: int, **options: Any) -> Pyrami
 
 
 def build_detector(config: DetectorConfig, num_classes: int) -> PyramidRCNN:
-    """The detector of a configuration, with the weights that it starts from.
+    """Build a detector with the initial weights of its config; see build_on_backbone() for errors.
 
     Args:
         config: The detector.
         num_classes: Categories, without background.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint.
-        OSError: The published weights cannot be fetched.
-        ValueError: There is no such backbone or option, it gives other strides, or the checkpoint is of another model.
     """
-    check_model_name(config.backbone)
-    weights = None if config.checkpoint is None else read_state_dict(config.checkpoint)
-    is_whole = weights is not None and any(name.startswith(BODY) for name in weights)
-    body = build_backbone(config, None if is_whole else weights)
-    backbone = PyramidBackbone(body, config.channels, frozen_stages=config.frozen_stages)
-    detector = PyramidRCNN(backbone, config, num_classes, *mean_and_std(config.backbone))
-    if weights is not None and config.checkpoint is not None and is_whole:
-        load_weights(detector, weights, config.checkpoint, by_class=BY_CLASS)
-    return detector
+
+    def assemble(body: nn.Module) -> PyramidRCNN:
+        backbone = PyramidBackbone(body, config.channels, frozen_stages=config.frozen_stages)
+        return PyramidRCNN(backbone, config, num_classes, *mean_and_std(config.backbone))
+
+    return build_on_backbone(config, assemble, prefix=BODY, by_class=BY_CLASS)

@@ -1,65 +1,139 @@
-"""Detectors that are ready to use, out of a training run."""
+"""Detectors that are ready to use, from a training run; and stored results in place of a detector."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from PIL import Image
 from torch import nn
 
-from ...engine.runs import RUN_CATEGORIES, run_config, run_weights
-from ...models._weight_files import read_state_dict, require_finite
-from ...models.factory import load_weights
-from ...utils.files import read_json
-from .coco import Category
-from .config import DetectionConfig, DetectorConfig
+from ...engine.evaluator import EvalData
+from ...engine.predictor import DrawingPredictor, Rendering
+from ...engine.results import shorten_list
+from ...engine.runs import Run, open_run
+from ...utils.validation import require
+from ..backbone import load_trained
+from .coco import Category, CocoSource, Record
+from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions, DetectorConfig
+from .metrics import DetectionEvaluator, detect, read_results, to_results
 from .model import build_detector
+from .visualize import draw_objects
+
+CATEGORIES_JSON = "categories.json"
+OBJECTS_SHOWN = 3
 
 
 @dataclass
-class DetectionPredictor:
-    """A detector that is ready to use.
+class DetectionPredictor(DrawingPredictor[list[Record]]):
+    """A detector that is ready to use; its results are objects in COCO's results format.
 
     Attributes:
-        model: In evaluation mode, on the CPU.
-        categories: What its labels 1, 2, … mean, with the ids of the data that it was trained on.
-        name: Its kind and its backbone.
-        config: What it was made with.
+        categories: The categories of its labels 1, 2, …, with the ids of the data that it was trained on.
+        config: The detector.
     """
 
-    model: nn.Module
     categories: list[Category]
-    name: str
     config: DetectorConfig
+
+    drawing_suffixes: ClassVar[dict[str, str]] = {"drawing": ".png"}
+
+    def predict_images(
+        self, images: list[Image.Image], options: DetectionPredictOptions, device: torch.device
+    ) -> list[list[Record] | None]:
+        """See Predictor.predict_images; objects above the threshold, the highest score first."""
+        return [self.find_objects(image, options.threshold, device) for image in images]
+
+    def find_objects(self, image: Image.Image, threshold: float, device: torch.device) -> list[Record] | None:
+        """Return the objects in an image whose scores are not below a threshold, the highest score first."""
+        answer = detect(self.model, torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device))
+        if not all(bool(answer[name].isfinite().all()) for name in ("boxes", "scores")):
+            return None
+        chosen = {name: values[answer["scores"] >= threshold] for name, values in answer.items()}
+        objects = to_results(chosen, 0, (image.height, image.width), self.categories)
+        return sorted(objects, key=lambda one: one["score"], reverse=True)
+
+    def render(self, image: Image.Image, result: list[Record]) -> Rendering:
+        names = {category.id: category.name for category in self.categories}
+        keys = ("category_id", "score", "bbox", "segmentation")
+        objects = [{"category": names[one["category_id"]], **{key: one[key] for key in keys}} for one in result]
+        shown = [f"{one['category']} {100 * one['score']:.0f} %" for one in objects]
+        count = f"{len(objects)} object{'' if len(objects) == 1 else 's'}"
+        summary = f"{count}{': ' if shown else ''}{shorten_list(shown, OBJECTS_SHOWN)}"
+        return Rendering({"drawing": draw_objects(image, result, self.categories)}, {"objects": objects}, summary)
+
+    def description(self, options: Any) -> str:
+        return f"{self.name}, {self.config.min_size} pixels"
+
+    def settings(self, options: DetectionEvalOptions) -> dict[str, Any]:
+        return {"results": options.results}
+
+    def evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
+        """See Predictor.evaluator; categories are matched by name."""
+        categories = match_categories(self.categories, data.source)
+        return DetectionEvaluator(data.source, data.config.workers, categories=categories, keep_results=True)
+
+
+class StoredResults(DetectionPredictor):
+    """Results in files, which are evaluated in place of a detector."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        super().__init__(nn.Identity(), ", ".join(files), [], DetectorConfig())
+        self.files = files
+
+    def description(self, options: Any) -> str:
+        return self.name
+
+    def evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
+        results = read_results(self.files, data.source.ground_truth())
+        return DetectionEvaluator(data.source, workers=0, results=results)
 
 
 def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredictor:
-    """The detector of a training run.
+    """Load the detector of a training run.
 
     Args:
         run: The folder of the run.
         checkpoint: "best" for its best checkpoint, the folder of another one, or a file; None = the final weights.
     """
-    config = run_config(DetectionConfig, run).model
-    categories = read_categories(Path(run) / RUN_CATEGORIES)
-    file = run_weights(Path(run), checkpoint)
-    weights = read_state_dict(file)
-    require_finite(weights, file)
-    # Everything is in the file: nothing is fetched.
-    bare = replace(config, pretrained=False, checkpoint=None, drop_path_rate=0.0)
-    model = build_detector(bare, config.num_classes or len(categories))
-    load_weights(model, weights, file)
-    return DetectionPredictor(model.eval(), categories, f"{config.arch} on {config.backbone}", config)
+    opened: Run[DetectionConfig] = open_run(DetectionConfig, run)
+    config, categories = opened.config.model, opened.metadata(CATEGORIES_JSON, parse_categories)
+    num_classes = config.num_classes or len(categories)
+    model = load_trained(opened, checkpoint, lambda bare: build_detector(bare, num_classes))
+    return DetectionPredictor(model, f"{config.arch} on {config.backbone}", categories, config)
 
 
-def read_categories(file: Path) -> list[Category]:
-    """The categories that a run was trained on, in the order of their labels."""
-    remedy = "restore it from the run, or train anew"
-    try:
-        records = read_json(file)
-        categories = [Category(int(record["id"]), str(record["name"])) for record in records]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{file} is missing: {remedy}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is no list of categories with id and name: {remedy}") from error
-    if not categories:
-        raise ValueError(f"{file} names no category: {remedy}")
-    return categories
+def parse_categories(records: Any) -> list[Category]:
+    """Return the categories that a run was trained on, in the order of their labels."""
+    if not isinstance(records, list) or not records:
+        raise ValueError("it is not a list of categories")
+    return [Category(int(record["id"]), str(record["name"])) for record in records]
+
+
+def match_categories(known: Sequence[Category], source: CocoSource) -> list[Category]:
+    """Return the categories of a source in the order of a model's labels. They are matched by name.
+
+    Args:
+        known: The model's categories, by label.
+        source: The images and their categories, whose ids may differ.
+    """
+    ours, theirs = [category.name for category in known], [category.name for category in source.categories]
+    twice = [name for name in theirs if theirs.count(name) > 1]
+    require(not twice, f"{source.file} has two categories called {twice[0] if twice else ''}: rename one of them")
+    missing = {
+        "the model does not know {} of the images": [name for name in theirs if name not in ours],
+        "the images do not have {} of the model": [name for name in ours if name not in theirs],
+    }
+    problems = [text.format(_counted(names)) for text, names in missing.items() if names]
+    require(
+        not problems,
+        f"{' and '.join(problems)}: name images with the same categories with --data.path or --data.eval_annotations, "
+        "or another run",
+    )
+    by_name = {category.name: category for category in source.categories}
+    return [by_name[name] for name in ours]
+
+
+def _counted(names: list[str]) -> str:
+    return f"{len(names)} {'category' if len(names) == 1 else 'categories'} ({shorten_list(names)})"

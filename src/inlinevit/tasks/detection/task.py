@@ -1,4 +1,4 @@
-"""Detection as a Task of the training loop."""
+"""Detection as a task."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,34 +8,31 @@ from torch import Tensor, nn
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
+from ...engine.evaluator import EvalData
 from ...engine.outputs import check_run_output
+from ...engine.runs import Run
+from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import require
 from .coco import open_coco
-from .config import DetectionConfig
+from .config import DetectionConfig, DetectionDataConfig, DetectionEvalOptions
 from .dataset import make_train_loader
-from .evaluate import evaluate
+from .metrics import PARTS, RESULTS_JSON, DetectionEvaluator
 from .model import build_detector
+from .predictor import DetectionPredictor, StoredResults, load_detector
 
-# What a run tells of its evaluations; `inlinevit detect eval` tells more.
-TOLD = ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
+# The metrics of a run; `inlinevit detect eval` has more.
+LOGGED = ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
 
 
-class Detection:
-    """Objects in images, with boxes and masks.
+class Detection(Task, config=DetectionConfig, command="inlinevit detect", metric="box_AP"):
+    """Object detection and instance segmentation."""
 
-    Args:
-        config: The run.
-    """
-
-    metric = "box_AP"
-    greater_is_better = True
-    batch_multiple = 1
+    config: DetectionConfig
 
     def __init__(self, config: DetectionConfig) -> None:
-        self.config = config
-        self.batch_size, self.workers = config.data.batch_size, config.data.workers
+        super().__init__(config)
         check_model_name(config.model.backbone)
         self.train_source = open_coco(config.data, training=True)
         self.eval_source = open_coco(config.data, training=False)
@@ -46,9 +43,8 @@ class Detection:
             "list the same ids and names",
         )
         check_memory(config)
-        for source in (self.train_source, self.eval_source):
-            weights = [config.model.checkpoint] if config.model.checkpoint else []
-            check_run_output(config.run.output, [source.file, *weights])
+        weights = [config.model.checkpoint] if config.model.checkpoint else []
+        check_run_output(config.run.output, [self.train_source.file, self.eval_source.file, *weights])
         self.num_classes = config.model.num_classes or len(self.categories)
         require(
             self.num_classes >= len(self.categories),
@@ -57,28 +53,49 @@ class Detection:
         )
 
     def build_model(self) -> nn.Module:
-        """See Task.build_model."""
         return build_detector(self.config.model, self.num_classes)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        """See Task.train_loader."""
         config = self.config
         return make_train_loader(self.train_source, config.augment, config.data, config.run.seed, plan)
 
     def loss(self, model: nn.Module, batch: tuple[list[Tensor], list[dict[str, Tensor]]]) -> Tensor:
-        """See Task.loss."""
         images, targets = batch
         losses: dict[str, Tensor] = model([image.float() / 255 for image in images], targets)
         return sum(losses.values(), start=images[0].new_zeros((), dtype=losses["loss_objectness"].dtype))
 
-    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        """See Task.evaluate."""
-        numbers = evaluate(model, self.eval_source, self.config.data, accelerator).numbers()
-        return {name: numbers[name] for name in TOLD}
+    def evaluator(self) -> DetectionEvaluator:
+        return DetectionEvaluator(self.eval_source, self.config.data.workers)
 
-    def notes(self) -> dict[str, Any]:
-        """See Task.notes."""
-        return {"categories": [asdict(category) for category in self.categories]}
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        numbers = super().evaluate(model, accelerator)
+        return {name: numbers[name] for name in LOGGED}
+
+    def metadata(self) -> dict[str, Any]:
+        return {**super().metadata(), "categories": [asdict(category) for category in self.categories]}
+
+    @classmethod
+    def find_run(cls, model: str | None, options: Any) -> Run[Any] | None:
+        """See Task.find_run; stored results need no run, unless their data are to be those of one."""
+        if isinstance(options, DetectionEvalOptions) and model is None:
+            require(bool(options.results), "name the folder of a training run, or results with --results")
+            return None
+        return super().find_run(model, options)
+
+    @classmethod
+    def open_eval_data(cls, config: DetectionDataConfig, run: Any, options: DetectionEvalOptions) -> EvalData:
+        source = open_coco(config, training=False)
+        return EvalData(config, source, str(source.file), [source.file, *(options.results or [])])
+
+    @classmethod
+    def load_predictor(cls, model: str | None, options: Any) -> DetectionPredictor:
+        if isinstance(options, DetectionEvalOptions) and options.results:
+            return StoredResults(options.results)
+        return load_detector(model or "", checkpoint=options.checkpoint)
+
+    @classmethod
+    def eval_files(cls, options: DetectionEvalOptions) -> tuple[str, ...]:
+        return () if options.results else tuple(RESULTS_JSON.format(iou_type) for iou_type in PARTS.values())
 
 
 def check_memory(config: DetectionConfig) -> None:

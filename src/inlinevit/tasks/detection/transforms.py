@@ -1,6 +1,6 @@
-"""How training images are varied, boxes and masks along with them.
+"""Augmentation of training images, with their boxes and masks.
 
-All that is random comes from torch's generator, so that a sample drawn again with its seed is the same.
+All random numbers come from torch's generator, so that a sample drawn again with its seed is the same.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
-from ..backbone import MEAN_COLOUR
+from ..dense import PadToSize, RandomCrop, resize_mask
 from .config import DetectionAugmentConfig
 
 # An image (3, height, width) of bytes and its objects: boxes (objects, 4), labels (objects,), masks (objects, height,
@@ -22,24 +22,24 @@ Transform = Callable[[Tensor, dict[str, Tensor]], Sample]
 
 
 def training_transform(augment: DetectionAugmentConfig) -> Transform:
-    """How a training image and its objects are varied.
+    """Return the augmentation of a training image and its objects.
 
     Args:
-        augment: What to do.
+        augment: Its settings.
     """
     steps: list[Any] = [v2.RandomHorizontalFlip(augment.hflip)]
     if augment.scale_jitter is None:
         steps += [ShortestSide(augment.min_sizes, augment.max_size)]
     else:
-        steps += [LargeScaleJitter(augment.jitter_size, augment.scale_jitter), keep_visible]
+        side = augment.jitter_size
+        steps += [ScaleJitter((side, side), augment.scale_jitter), RandomCrop(side), PadToSize(side, 0), keep_visible]
     return v2.Compose(steps)
 
 
 def resize(part: Any, size: list[int]) -> Any:
     """Resize the image, the boxes or the masks of a sample to (height, width), as evaluation does it."""
     if isinstance(part, Mask):
-        # The usual choice of the nearest pixel moves masks by half a pixel against images and boxes.
-        return Mask(v2.functional.resize_image(part.as_subclass(Tensor), size, v2.InterpolationMode.NEAREST_EXACT))
+        return resize_mask(part, size)
     # torchvision's detector resizes without antialiasing.
     return v2.functional.resize(part, size, antialias=False)
 
@@ -52,43 +52,23 @@ class ShortestSide(v2.RandomShortestSize):
         return resize(inpt, params["size"])
 
 
-class LargeScaleJitter(v2.Transform):
-    """Scale an image that fits into a square by a random factor; then cut out a square, or fill it up.
-
-    Where the image is larger, the cut is anywhere in it; where it is smaller, it is in the upper left corner. Boxes
-    are cut as well, but objects that are no longer seen stay: see `keep_visible`.
-
-    Args:
-        side: Side of the square.
-        scales: The least and the largest factor.
-    """
-
-    def __init__(self, side: int, scales: tuple[float, float]) -> None:
-        super().__init__()
-        self.min_size, self.scales = side, scales
+class ScaleJitter(v2.ScaleJitter):
+    """Fit an image into a square, times a random factor."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw the size of the scaled image and the place of the cut."""
-        height, width = v2.query_size(flat_inputs)
-        least, largest = self.scales
-        factor = self.min_size / max(height, width) * (least + (largest - least) * float(torch.rand(())))
-        size = [max(1, int(factor * height)), max(1, int(factor * width))]
-        cut = [min(self.min_size, length) for length in size]
-        corner = [int(torch.randint(length - kept + 1, ())) for length, kept in zip(size, cut, strict=True)]
-        return {"size": size, "cut": corner + cut, "padding": [0, 0, self.min_size - cut[1], self.min_size - cut[0]]}
+        """Draw the new size; a narrow strip keeps one pixel."""
+        return {"size": [max(1, side) for side in super().make_params(flat_inputs)["size"]]}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Scale, cut and fill one part of a sample."""
-        scaled = resize(inpt, params["size"])
-        cut = v2.functional.crop(scaled, *params["cut"])
-        return v2.functional.pad(cut, params["padding"], fill=MEAN_COLOUR if isinstance(inpt, Image) else 0)
+        """Resize one part of a sample."""
+        return resize(inpt, params["size"])
 
 
 def keep_visible(image: Tensor, target: dict[str, Tensor]) -> Sample:
-    """The objects whose masks have pixels, with boxes around these."""
+    """Keep the objects whose masks have pixels, with boxes around these."""
     masks = target["masks"]
-    seen = masks.flatten(1).any(1).bool()
-    kept = {name: values[seen] for name, values in target.items()}
+    visible = masks.flatten(1).any(1).bool()
+    kept = {name: values[visible] for name, values in target.items()}
     boxes = masks_to_boxes(kept["masks"])
     # COCO's boxes end behind the last pixel.
     boxes[:, 2:] += 1
@@ -98,8 +78,8 @@ def keep_visible(image: Tensor, target: dict[str, Tensor]) -> Sample:
 def paste_objects(below: Sample, above: Sample, chosen: Tensor) -> Sample:
     """Paste objects of one image into another, at the same place.
 
-    Where they come to lie, objects below are hidden; what is hidden or beyond the image altogether is gone. The boxes
-    are those of the masks.
+    Objects below are hidden where others are pasted; objects without a visible pixel are dropped. The boxes are those
+    of the masks.
 
     Args:
         below: The image that gets the objects, and its own ones.
@@ -119,11 +99,11 @@ def paste_objects(below: Sample, above: Sample, chosen: Tensor) -> Sample:
 
 
 def as_tv_tensors(image: Tensor, target: dict[str, Tensor]) -> Sample:
-    """A sample in the types by which torchvision knows what to do with its parts."""
+    """Convert a sample to tv_tensors, which torchvision transforms by their type."""
     boxes = BoundingBoxes(target["boxes"], format="XYXY", canvas_size=tuple(image.shape[1:]))
     return Image(image), {**target, "boxes": boxes, "masks": Mask(target["masks"])}
 
 
 def as_tensors(image: Tensor, target: dict[str, Tensor]) -> Sample:
-    """A sample in plain tensors."""
+    """Convert a sample to plain tensors."""
     return image.as_subclass(Tensor), {name: values.as_subclass(Tensor) for name, values in target.items()}

@@ -1,11 +1,19 @@
-"""What a segmentation run can be told. `inlinevit segment train` and the recipes are these classes."""
+"""Configuration of segmentation: the fields of recipes, and the options of `inlinevit segment train, eval, predict`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...engine.config import OptimizerConfig, ScheduleConfig, SplitDataConfig, SplitDataOptions, TrainConfig
+from ...engine.config import (
+    DrawingPredictOptions,
+    EvalOptions,
+    OptimizerConfig,
+    ScheduleConfig,
+    SplitDataConfig,
+    SplitDataOptions,
+    TrainConfig,
+)
 from ...utils.validation import MOST_PIXELS, check_fields, require
-from ..backbone_config import BackboneConfig
+from ..backbone_config import BackboneConfig, refuse_layer_decay
 
 # Factors that images are scaled by are not larger.
 MOST_SCALE = 100
@@ -13,38 +21,36 @@ MOST_SCALE = 100
 
 @dataclass
 class SegmentationDataConfig(SplitDataConfig):
-    """Where images and their label maps are, and how they are read."""
+    """Images and their label maps, and how they are read."""
 
     path: str = "path/to/ade20k"
     """A folder laid out as ADE20K's: images/SPLIT/*.jpg, annotations/SPLIT/*.png with the same names."""
-    train_split: str = "training"
-    """The split to train on."""
-    eval_split: str = "validation"
-    """The split to evaluate on."""
     labels: str | None = None
-    """A YAML file that says what the values of pixels mean; null = as ADE20K has it: 0 is ignored, classes from 1."""
+    """A YAML file with the meaning of pixel values; null = as in ADE20K: 0 is ignored, classes from 1."""
+    train_split: str = "training"
+    eval_split: str = "validation"
 
 
 @dataclass
 class SegmentationDataOptions(SplitDataOptions):
-    """Which images to evaluate on, where they are not those of the training run."""
+    """Images to evaluate on, where they differ from those of the training run."""
 
     labels: str | None = None
-    """A YAML file that says what the values of pixels mean; null = as in the run."""
+    """A YAML file with the meaning of pixel values; null = as in the run."""
 
 
 @dataclass
 class SegmentationAugmentConfig:
-    """How training images are varied."""
+    """Augmentation of training images."""
 
     scale: tuple[float, float] = (0.5, 2.0)
     """Images are scaled by a random factor from here to there."""
     min_size: int | None = 512
     """Side that images are resized to before that; null = as they are."""
     crop_size: int = 512
-    """Side of the square that is cut out. Smaller images are filled up, with pixels that are ignored."""
+    """Side of the square crop. Smaller images are padded, with pixels that are ignored."""
     cat_max_ratio: float = 0.75
-    """A cut with more of one class than this share is drawn again, ten times at most."""
+    """A crop in which one class has a larger share is drawn again, ten times at most."""
     hflip: float = 0.5
     """Share of images that are mirrored."""
     photometric_distortion: bool = True
@@ -70,7 +76,7 @@ class SegmentationAugmentConfig:
 
 @dataclass
 class SegmenterConfig(BackboneConfig):
-    """The model, and the weights that it starts from."""
+    """The model and its initial weights."""
 
     arch: Literal["semantic_fpn", "upernet"] = "semantic_fpn"
     """A feature pyramid whose levels are added up, or UperNet, with an auxiliary head while it learns."""
@@ -84,7 +90,6 @@ class SegmenterConfig(BackboneConfig):
     """Share of the auxiliary head's loss, for upernet."""
 
     def most(self) -> dict[str, float]:
-        """See BackboneConfig.most."""
         # Label maps have a byte for each pixel.
         return {"num_classes": 255, "channels": 4096, "aux_weight": 1000}
 
@@ -98,18 +103,18 @@ class SegmenterConfig(BackboneConfig):
 
 @dataclass
 class InferenceConfig:
-    """How an image is looked at in evaluation and prediction."""
+    """How images are processed in evaluation and prediction."""
 
     min_size: int | None = 512
-    """Side that images are resized to; null = as they are. The answer is resized back."""
+    """Side that images are resized to; null = as they are. Predictions are resized back."""
     window_size: int | None = None
     """Side of the square windows that slide over the image; null = the whole image at once."""
     stride: int | None = None
-    """From window to window; null = two thirds of the window. Where windows overlap, their answers are blended."""
+    """From window to window; null = two thirds of the window. Where windows overlap, their logits are blended."""
     scales: list[float] = field(default_factory=lambda: [1.0])
-    """Factors that the image is scaled by; the answers are averaged. 0.5, 0.75, 1, 1.25, 1.5, 1.75 is usual."""
+    """Factors that the image is scaled by; probabilities are averaged. 0.5, 0.75, 1, 1.25, 1.5, 1.75 is usual."""
     flip: bool = False
-    """Average with the answer for the mirrored image."""
+    """Average with the prediction for the mirrored image."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -127,21 +132,21 @@ class InferenceConfig:
 
 @dataclass
 class InferenceOptions:
-    """How to look at images, where it should differ from what the training run did."""
+    """Inference settings, where they differ from those of the training run."""
 
     min_size: int | Literal["original"] | None = None
-    """Side that images are resized to, or original; null = as in the run. The answer is resized back."""
+    """Side that images are resized to, or original; null = as in the run. Predictions are resized back."""
     window_size: int | Literal["whole"] | None = None
     """Side of the square windows that slide over the image, or whole for the image at once; null = as in the run."""
     stride: int | None = None
-    """From window to window; null = as in the run or, for windows that are named here, two thirds of them."""
+    """From window to window; null = as in the run or, if window_size is given, two thirds of it."""
     scales: list[float] | None = None
-    """Factors that the image is scaled by; the answers are averaged. null = as in the run."""
+    """Factors that the image is scaled by; probabilities are averaged. null = as in the run."""
     flip: bool | None = None
-    """Average with the answer for the mirrored image; null = as in the run."""
+    """Average with the prediction for the mirrored image; null = as in the run."""
 
     def __post_init__(self) -> None:
-        # What makes no sense whatever the run's inference is. A stride without windows may have those of the run.
+        # Refuse what is wrong whatever the run's settings. A stride without windows may have those of the run.
         window = MOST_PIXELS if self.stride is not None else None
         InferenceConfig(
             min_size=self.min_size if isinstance(self.min_size, int) else None,
@@ -151,14 +156,14 @@ class InferenceOptions:
         )
 
     def applied_to(self, inference: InferenceConfig) -> InferenceConfig:
-        """The inference settings of a run, with those given here in their place."""
+        """Return the inference settings of a run, with these options in place of its own."""
         sides = {
             "min_size": (self.min_size, inference.min_size),
             "window_size": (self.window_size, inference.window_size),
         }
         chosen = {
-            name: own if said is None else None if isinstance(said, str) else said
-            for name, (said, own) in sides.items()
+            name: own if override is None else None if isinstance(override, str) else override
+            for name, (override, own) in sides.items()
         }
         return InferenceConfig(
             **chosen,
@@ -184,11 +189,26 @@ class SegmentationConfig(TrainConfig):
     inference: InferenceConfig = field(default_factory=InferenceConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.optimizer.layer_decay is None,
-            "optimizer.layer_decay is for plain classifiers: leave it out for segmentation",
-        )
+        refuse_layer_decay(self)
         require(
             self.model.arch != "upernet" or self.data.batch_size > 1,
             "data.batch_size is 1, but UperNet's batch norms learn from two images at least: choose 2 or more",
         )
+
+
+@dataclass(kw_only=True)
+class SegmentationEvalOptions(EvalOptions):
+    """Options of `inlinevit segment eval`. With --output, it also writes confusion.png."""
+
+    data: SegmentationDataOptions = field(default_factory=SegmentationDataOptions)
+    inference: InferenceOptions = field(default_factory=InferenceOptions)
+
+
+@dataclass(kw_only=True)
+class SegmentationPredictOptions(DrawingPredictOptions):
+    """Options of `inlinevit segment predict`. Images that are too large for one pass are processed in windows."""
+
+    output: str
+    """Folder for the label map of each image, NAME_labels.png with the values of the training data, a drawing,
+    NAME_overlay.png, and predictions.json."""
+    inference: InferenceOptions = field(default_factory=InferenceOptions)

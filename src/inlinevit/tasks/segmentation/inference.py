@@ -1,7 +1,7 @@
-"""How a model looks at an image: resized, in windows, at several scales, mirrored. Answers come from top to bottom.
+"""Inference on an image: resized, in windows, at several scales, mirrored. Predictions come from top to bottom.
 
-An image is never held as probabilities as a whole, unless somebody asks for that: 20,000 × 10,000 pixels in 150 classes
-would be 120 GB. What is held is a row of windows for each scale.
+The probabilities of a whole image are not held in memory: 20,000 × 10,000 pixels in 150 classes would be 120 GB. Only
+one row of windows is held for each scale.
 """
 
 import math
@@ -21,33 +21,33 @@ PIXELS_AT_ONCE = 2**20
 MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def described(inference: InferenceConfig) -> str:
-    """Inference settings in words, for the titles of tables."""
+def describe(inference: InferenceConfig) -> str:
+    """Return inference settings in words, for the titles of tables."""
     side = "original size" if inference.min_size is None else f"shorter side {inference.min_size}"
-    seen = (
+    windows = (
         "whole images"
         if inference.window_size is None
         else f"windows of {inference.window_size} every {stride_of(inference)}"
     )
     scales = [] if inference.scales == [1.0] else [f"scales {' '.join(f'{scale:g}' for scale in inference.scales)}"]
-    return ", ".join([side, seen, *scales, *(["mirrored too"] if inference.flip else [])])
+    return ", ".join([side, windows, *scales, *(["mirrored too"] if inference.flip else [])])
 
 
-def normalized(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Images (…, 3, height, width) of bytes as a model wants them."""
+def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Normalise images (…, 3, height, width) uint8."""
     by_channel = [torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (mean, std)]
     return (images / 255 - by_channel[0]) / by_channel[1]
 
 
-def look(
+def predict_probs(
     model: nn.Module, image: Tensor, inference: InferenceConfig, mean_std: MeanStd, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """What a model takes the pixels of an image for.
+    """Return the class probabilities of the pixels of an image.
 
     Args:
         model: In evaluation mode, on the device: normalised images to logits of the same height and width.
         image: (3, height, width) uint8; it is resized where it is, as in training.
-        inference: How to look.
+        inference: Inference settings.
         mean_std: What the model's images are normalised by.
         device: Where to compute.
 
@@ -57,10 +57,10 @@ def look(
     return torch.cat(list(predict_probs_by_rows(model, image, inference, mean_std, device)), dim=1)
 
 
-def label(
+def predict_labels(
     model: nn.Module, image: Tensor, inference: InferenceConfig, mean_std: MeanStd, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The most probable class of each pixel, (height, width) uint8, on the device. Arguments as for `look`."""
+    """Return the most probable class of each pixel, (height, width) uint8 on the device; see `predict_probs`."""
     rows = predict_probs_by_rows(model, image, inference, mean_std, device)
     return torch.cat([probabilities.argmax(dim=0).to(torch.uint8) for probabilities in rows])
 
@@ -68,25 +68,25 @@ def label(
 def predict_probs_by_rows(
     model: nn.Module, image: Tensor, inference: InferenceConfig, mean_std: MeanStd, device: torch.device | str = "cpu"
 ) -> Iterator[Tensor]:
-    """The same as `look`, some rows at a time, from top to bottom: (classes, rows, width).
+    """Yield the same as `predict_probs`, some rows at a time, from top to bottom: (classes, rows, width).
 
     Logits are blended where windows overlap, and resized to the size of the image; their softmax is averaged over
-    scales and mirror images. All of these look at the image side by side, and hold a row of windows each.
+    scales and mirror images. All of these are processed side by side, and hold one row of windows each.
     """
     height, width = image.shape[-2:]
     rows = max(1, PIXELS_AT_ONCE // width)
-    glances = []
+    tta_views = []
     for scale in inference.scales:
         size = scaled_size(height, width, inference.min_size, scale)
         scaled = image if size == [height, width] else resize_image(image, size)
         for mirrored in (False, True) if inference.flip else (False,):
             strips = blended_strips(model, scaled, inference, mean_std, device, mirrored=mirrored)
-            glances.append(resized_rows(strips, size[0], (height, width), rows))
+            tta_views.append(resized_rows(strips, size[0], (height, width), rows))
     for _ in range(0, height, rows):
-        total = next(glances[0]).softmax(dim=0)
-        for glance in glances[1:]:
-            total += next(glance).softmax(dim=0)
-        yield total / len(glances)
+        total = next(tta_views[0]).softmax(dim=0)
+        for tta_view in tta_views[1:]:
+            total += next(tta_view).softmax(dim=0)
+        yield total / len(tta_views)
 
 
 class Span(NamedTuple):
@@ -94,7 +94,7 @@ class Span(NamedTuple):
 
     Attributes:
         start: Its first pixel.
-        shares: (pixels,) how much its answer counts there, between 0 and 1.
+        shares: (pixels,) weight of its logits there, between 0 and 1.
     """
 
     start: int
@@ -102,7 +102,7 @@ class Span(NamedTuple):
 
 
 def stride_of(inference: InferenceConfig) -> int:
-    """From window to window: two thirds of a window, unless it is said."""
+    """Return the stride of windows: two thirds of a window by default."""
     assert inference.window_size is not None
     return inference.stride or max(1, inference.window_size * 2 // 3)
 
@@ -110,8 +110,8 @@ def stride_of(inference: InferenceConfig) -> int:
 def spans(length: int, inference: InferenceConfig) -> list[Span]:
     """Windows along a side of an image. The last one is moved inwards, so that all are of one size.
 
-    Their answers count less towards their borders, where they know less of what is around. Over all windows, the shares
-    of a pixel sum to 1.
+    Logits count less towards the borders of a window, where there is less context. Over all windows, the shares of a
+    pixel sum to 1.
 
     Args:
         length: Of the side.
@@ -120,7 +120,7 @@ def spans(length: int, inference: InferenceConfig) -> list[Span]:
     side = length if inference.window_size is None else min(inference.window_size, length)
     starts = [0] if side == length else [*range(0, length - side, stride_of(inference)), length - side]
     places = (torch.arange(side, dtype=torch.float64) + 0.5) / side
-    # A raised cosine: nowhere 0, so that every pixel is somebody's.
+    # A raised cosine: nowhere 0, so that every pixel has a weight.
     weights = torch.sin(math.pi * places) ** 2
     total = torch.zeros(length, dtype=torch.float64)
     for start in starts:
@@ -140,26 +140,26 @@ def blended_strips(
     """Logits of an image from top to bottom, in strips (classes, rows, width), each from a row of windows.
 
     Args:
-        model: As for `look`.
+        model: As for `predict_probs`.
         image: (3, height, width) uint8, already resized.
         inference: Its windows; nothing else of it counts here.
-        mean_std: As for `look`.
-        device: As for `look`.
-        mirrored: Have the model look at mirror images of the windows.
+        mean_std: As for `predict_probs`.
+        device: As for `predict_probs`.
+        mirrored: Use mirror images of the windows.
     """
     height, width = image.shape[-2:]
     down, right = spans(height, inference), spans(width, inference)
     ends = [span.start for span in down[1:]] + [height]
     unfinished: Tensor | None = None
     for span, end in zip(down, ends, strict=True):
-        seen = image[:, span.start : span.start + len(span.shares)]
-        strip = row_of_windows(model, seen, right, mean_std, device, mirrored=mirrored)
+        rows = image[:, span.start : span.start + len(span.shares)]
+        strip = row_of_windows(model, rows, right, mean_std, device, mirrored=mirrored)
         strip *= span.shares.to(device)[:, None]
         if unfinished is not None:
             strip[:, : unfinished.shape[1]] += unfinished
         finished = end - span.start
         unfinished = strip[:, finished:].clone()
-        # Whoever gets the strip should be the only one to hold it: it is large.
+        # The strip is large: only the caller should hold a reference to it.
         handed_out = [strip[:, :finished]]
         del strip
         yield handed_out.pop()
@@ -192,13 +192,13 @@ def row_of_windows(
 @torch.no_grad()
 def window_logits(model: nn.Module, image: Tensor, mean_std: MeanStd, *, mirrored: bool) -> Tensor:
     """Logits (classes, height, width) of one window."""
-    images = normalized(image, *mean_std)[None]
+    images = normalize(image, *mean_std)[None]
     logits = model(images.flip(-1)).flip(-1) if mirrored else model(images)
     return logits[0].float()
 
 
 class RowStore:
-    """Rows of strips that come from top to bottom, kept until nobody needs them.
+    """Rows of strips that come from top to bottom, kept while they are needed.
 
     Args:
         strips: (classes, rows, width) each.
@@ -247,7 +247,7 @@ def resized_rows(strips: Iterator[Tensor], height: int, size: tuple[int, int], r
         bottom = min(top + rows, size[0])
         first, end = int(above[top]), int(below[bottom - 1]) + 1
         here = slice(top, bottom)
-        # No names for what is large: they would hold it while others look.
+        # Large tensors get no names here: a name would keep them alive.
         yield _resized(
             store.take(first, end, int(above[bottom]) if bottom < size[0] else height),
             above[here] - first,

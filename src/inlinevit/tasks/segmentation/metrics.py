@@ -1,40 +1,58 @@
-"""How well pixels are labelled, in numbers: all of them come from one confusion matrix of whole numbers."""
+"""Metrics of segmentation: all of them come from one confusion matrix of whole numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.loader import EvalLoader
+from ...engine.evaluator import Evaluation, Evaluator
+from ...utils.atomic import finite
+from ..dense import make_single_loader
+from .ade import AdeSource
+from .config import InferenceConfig
+from .inference import MeanStd, predict_labels
 from .labels import IGNORED
+
+CONFUSION_PNG = "confusion.png"
 
 
 @dataclass
-class SegmentationEvaluation:
-    """The outcome of an evaluation.
+class SegmentationEvaluation(Evaluation):
+    """The result of an evaluation.
 
     Attributes:
         confusion: (classes, classes) int64 on the CPU: pixels by true class and by predicted class.
         images: How many images were evaluated.
+        classes: Names of the classes.
     """
+
+    headings: ClassVar[dict[str, str]] = {"miou": "mIoU %", "macc": "mAcc %", "pixel_accuracy": "pixel accuracy %"}
 
     confusion: Tensor
     images: int
+    classes: list[str] = field(default_factory=list)
 
     def class_iou(self) -> Tensor:
-        """(classes,) intersection over union, 0 … 1; nan for a class that is neither in the truth nor in answers."""
+        """(classes,) intersection over union, 0 … 1; NaN for a class that is neither in the truth nor predicted."""
         right, true, predicted = self._pixels()
         return right / (true + predicted - right)
 
     def class_accuracy(self) -> Tensor:
-        """(classes,) share of a class's pixels that are labelled as such; nan for a class that is not in the truth."""
+        """(classes,) share of a class's pixels that are predicted right; NaN for a class that is not in the truth."""
         right, true, _ = self._pixels()
         return right / true
 
     def numbers(self) -> dict[str, float]:
-        """The metrics that are one number each, 0 … 1; nan if no pixel counts.
+        """See Evaluation.numbers; NaN if no pixel counts.
 
-        miou is the mean over the classes that occur in the truth or in answers, and macc over those in the truth, as
-        mmsegmentation has it.
+        miou is the mean over the classes that occur in the truth or in predictions, and macc over those in the truth,
+        as in mmsegmentation.
         """
         right, true, _ = self._pixels()
         return {
@@ -43,8 +61,28 @@ class SegmentationEvaluation:
             "pixel_accuracy": float(right.sum() / true.sum()),
         }
 
+    def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
+        return self.classes, {"IoU": self.class_iou().tolist(), "accuracy": self.class_accuracy().tolist()}
+
+    def per_class(self) -> list[dict[str, Any]]:
+        pixels = self.confusion.sum(dim=1).tolist(), self.confusion.sum(dim=0).tolist()
+        shares = self.class_iou().tolist(), self.class_accuracy().tolist()
+        return [
+            {"name": name, "pixels": true, "predicted": predicted, **finite({"iou": iou, "accuracy": accuracy})}
+            for name, true, predicted, iou, accuracy in zip(self.classes, *pixels, *shares, strict=True)
+        ]
+
+    def details(self) -> dict[str, Any]:
+        return {"confusion": self.confusion.tolist()}
+
+    def save_files(self, folder: Path) -> None:
+        # Imported here: matplotlib is slow to import, and training draws nothing.
+        from ..confusion import draw_confusion
+
+        draw_confusion(self.confusion, self.classes, folder / CONFUSION_PNG, unit="pixels")
+
     def _pixels(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each class: pixels that are labelled right, that there are, that are labelled so."""
+        """Return the pixels of each class: predicted right, true, predicted."""
         confusion = self.confusion.double()
         return confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
 
@@ -60,3 +98,41 @@ def count_pixels(truth: Tensor, answer: Tensor, classes: int) -> Tensor:
     counts = truth != IGNORED
     pairs = truth[counts].long() * classes + answer[counts]
     return torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+
+
+class SegmentationEvaluator(Evaluator):
+    """Evaluates models on one data set, one image at a time: the same for any number of processes.
+
+    Args:
+        source: The images.
+        workers: Data workers.
+        inference: Inference settings.
+        mean_std: What the model's images are normalised by.
+    """
+
+    def __init__(self, source: AdeSource, workers: int, inference: InferenceConfig, mean_std: MeanStd) -> None:
+        self.source, self.workers, self.inference, self.mean_std = source, workers, inference, mean_std
+        self.classes = [one.name for one in source.labels.classes]
+
+    def loader(self, process: int, processes: int) -> EvalLoader:
+        """See Evaluator.loader: image (3, height, width) and labels (height, width), both uint8."""
+        return make_single_loader(
+            len(self.source), self.read, workers=self.workers, process=process, processes=processes
+        )
+
+    def read(self, index: int) -> tuple[Tensor, Tensor]:
+        """Read an image and its label map."""
+        return pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
+
+    def reset(self, device: torch.device) -> None:
+        super().reset(device)
+        self.confusion = torch.zeros(len(self.classes), len(self.classes), dtype=torch.int64, device=device)
+
+    def update(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+        image, truth = batch
+        predicted = predict_labels(model, image, self.inference, self.mean_std, self.device)
+        self.confusion += count_pixels(truth.to(self.device), predicted, len(self.classes))
+
+    def compute(self, accelerator: Accelerator) -> SegmentationEvaluation:
+        confusion = accelerator.reduce(self.confusion, "sum").cpu()
+        return SegmentationEvaluation(confusion, len(self.source), self.classes)

@@ -1,17 +1,17 @@
 """SemanticFPN and UperNet: decoders of segmentation_models.pytorch on the backbones of timm's registry."""
 
-from typing import Any
+from typing import Any, cast
 
-import segmentation_models_pytorch as smp
 import torch.nn.functional as F
-from segmentation_models_pytorch.base import SegmentationModel
+from segmentation_models_pytorch.base import SegmentationHead, SegmentationModel
+from segmentation_models_pytorch.decoders.fpn.decoder import FPNDecoder
+from segmentation_models_pytorch.decoders.upernet.decoder import UPerNetDecoder
+from timm.layers import Format, nhwc_to
 from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 
-from ...models._weight_files import read_state_dict
-from ...models.factory import check_model_name, load_weights
 from ...utils.validation import require
-from ..backbone import STRIDES, build_backbone, checkpoint_backbone, undecayed_weights
+from ..backbone import STRIDES, build_on_backbone, checkpoint_backbone, undecayed_weights
 from .config import SegmenterConfig
 
 # The channels that are usual for each decoder.
@@ -28,11 +28,11 @@ FPN_CHANNELS = 64
 
 
 class AuxiliaryHead(nn.Sequential):
-    """A convolution and a classifier: what is needed to learn from features in the middle of a backbone.
+    """A convolution and a classifier on features in the middle of a backbone, for training.
 
     Args:
         in_channels: Of the features.
-        num_classes: Of the answer.
+        num_classes: Of the logits.
         dropout: Share of channels that are left out in training.
     """
 
@@ -43,18 +43,56 @@ class AuxiliaryHead(nn.Sequential):
         self.add_module("classify", nn.Conv2d(AUXILIARY_CHANNELS, num_classes, 1))
 
 
-class Segmenter(SegmentationModel):
-    """What our models add to those of segmentation_models.pytorch: images of any size, and what the loop asks for."""
+class Encoder(nn.Module):
+    """A backbone with the interface that smp's decoders expect.
 
-    encoder: Any
-    decoder: Any
-    segmentation_head: Any
-    auxiliary_head: nn.Module | None
+    Args:
+        body: A model made by timm with features_only=True; see build_backbone().
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.model = body
+        info = cast(Any, body).feature_info
+        self.levels = [list(info.reduction()).index(stride) for stride in STRIDES]
+        self.is_channels_last = Format(getattr(body, "output_fmt", Format.NCHW)) == Format.NHWC
+        # Decoders skip strides 1 and 2.
+        self.out_channels = [3, 0, *(info.channels()[level] for level in self.levels)]
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Return features (batch, channels, height / stride, width / stride) at strides 1, 2, 4, 8, 16, 32.
+
+        Those at strides 1 and 2 are the images: no decoder uses them.
+        """
+        features = self.model(images)
+        chosen = [features[level] for level in self.levels]
+        maps = [nhwc_to(one, Format.NCHW).contiguous() for one in chosen] if self.is_channels_last else chosen
+        return [images, images, *maps]
+
+
+class Segmenter(SegmentationModel):
+    """An encoder and a decoder of segmentation_models.pytorch, for images of any size.
+
+    Args:
+        encoder: The backbone.
+        decoder: From the encoder's features to features at stride 4.
+        channels: Of the latter.
+        num_classes: Classes.
+    """
+
+    def __init__(self, encoder: Encoder, decoder: nn.Module, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.encoder: Any = encoder
+        self.decoder = decoder
+        self.segmentation_head: Any = SegmentationHead(channels, num_classes, kernel_size=1, upsampling=STRIDES[0])
+        self.classification_head = None
+        self.auxiliary_head: nn.Module | None = None
+        self.initialize()
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Images (batch, 3, height, width), normalised, to logits (batch, classes, height, width).
+        """Return logits (batch, classes, height, width) of normalised images (batch, 3, height, width).
 
-        In training, a model with an auxiliary head returns that one's logits as well.
+        In training, a model with an auxiliary head also returns the logits of that head.
         """
         height, width = images.shape[-2:]
         # Padding is 0, the mean colour.
@@ -68,87 +106,53 @@ class Segmenter(SegmentationModel):
         return logits, resized[..., :height, :width]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute the backbone's activations twice instead of keeping them."""
+        """Turn gradient checkpointing of the backbone on or off."""
         checkpoint_backbone(self.encoder.model, enable)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that should not decay."""
+        """Return the names of parameters without weight decay."""
         return {f"{ENCODER}{name}" for name in undecayed_weights(self.encoder.model)}
 
 
-class SemanticFPN(Segmenter, smp.FPN):
-    """A feature pyramid whose levels are brought to stride 4 and added up."""
-
-
-class UperNet(Segmenter, smp.UPerNet):
-    """Pyramid pooling and a feature pyramid."""
-
-
 def padding_of(length: int) -> int:
-    """Pixels to add to a side of an image, for a multiple of the coarsest stride; norms want more than one of it."""
+    """Return the padding of a side to a multiple of the coarsest stride, at least two of them: norms need several."""
     stride = STRIDES[-1]
     return max(-(-length // stride), 2) * stride - length
 
 
-def semantic_fpn(backbone: str, num_classes: int, **options: Any) -> Segmenter:
-    """SemanticFPN on a backbone of ours or of timm's.
+def build_segmenter(config: SegmenterConfig, num_classes: int) -> Segmenter:
+    """Build a segmentation model with the initial weights of its config; see build_on_backbone() for errors.
 
     Args:
-        backbone: What timm calls it; it gives features at strides 4, 8, 16 and 32.
+        config: The model.
         num_classes: Classes.
-        **options: Further fields of SegmenterConfig.
     """
+    channels = config.channels or CHANNELS[config.arch]
+    require(
+        config.arch == "upernet" or channels % FPN_CHANNELS == 0,
+        f"model.channels is {channels}: semantic_fpn needs a multiple of {FPN_CHANNELS}",
+    )
+
+    def assemble(body: nn.Module) -> Segmenter:
+        encoder = Encoder(body)
+        if config.arch == "semantic_fpn":
+            half = channels // 2
+            decoder = FPNDecoder(encoder.out_channels, 5, channels, half, config.dropout)
+            return Segmenter(encoder, decoder, half, num_classes)
+        model = Segmenter(encoder, UPerNetDecoder(encoder.out_channels, 5, channels), channels, num_classes)
+        model.auxiliary_head = AuxiliaryHead(encoder.out_channels[AUXILIARY_LEVEL], num_classes, config.dropout)
+        # The published UperNet drops channels before it classifies.
+        model.segmentation_head = nn.Sequential(nn.Dropout2d(config.dropout), *model.segmentation_head)
+        return model
+
+    return build_on_backbone(config, assemble, prefix=ENCODER, by_class=BY_CLASS)
+
+
+def semantic_fpn(backbone: str, num_classes: int, **options: Any) -> Segmenter:
+    """Build SemanticFPN on a backbone; `options` are further fields of SegmenterConfig."""
     return build_segmenter(SegmenterConfig(arch="semantic_fpn", backbone=backbone, **options), num_classes)
 
 
 def upernet(backbone: str, num_classes: int, **options: Any) -> Segmenter:
     """UperNet, with an auxiliary head at stride 16; arguments as for semantic_fpn."""
     return build_segmenter(SegmenterConfig(arch="upernet", backbone=backbone, **options), num_classes)
-
-
-def build_segmenter(config: SegmenterConfig, num_classes: int) -> Segmenter:
-    """The model of a configuration, with the weights that it starts from.
-
-    Args:
-        config: The model.
-        num_classes: Classes.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint.
-        OSError: The published weights cannot be fetched.
-        ValueError: There is no such backbone or option, it gives other strides, or the checkpoint is of another model.
-    """
-    check_model_name(config.backbone)
-    weights = None if config.checkpoint is None else read_state_dict(config.checkpoint)
-    is_whole = weights is not None and any(name.startswith(ENCODER) for name in weights)
-    body = build_backbone(config, None if is_whole else weights)
-    channels = config.channels or CHANNELS[config.arch]
-    require(
-        config.arch == "upernet" or channels % FPN_CHANNELS == 0,
-        f"model.channels is {channels}: semantic_fpn wants a multiple of {FPN_CHANNELS}",
-    )
-    common: dict[str, Any] = {
-        "encoder_name": f"tu-{config.backbone}",
-        "encoder_weights": None,
-        "classes": num_classes,
-        **config.kwargs,
-    }
-    model: Segmenter
-    if config.arch == "semantic_fpn":
-        model = SemanticFPN(
-            decoder_pyramid_channels=channels,
-            decoder_segmentation_channels=channels // 2,
-            decoder_dropout=config.dropout,
-            **common,
-        )
-        model.auxiliary_head = None
-    else:
-        model = UperNet(decoder_channels=channels, **common)
-        model.auxiliary_head = AuxiliaryHead(model.encoder.out_channels[AUXILIARY_LEVEL], num_classes, config.dropout)
-        # The published UperNet drops channels before it classifies.
-        model.segmentation_head = nn.Sequential(nn.Dropout2d(config.dropout), *model.segmentation_head)
-    # The same as smp's, with the options and weights that it cannot be told of.
-    model.encoder.model = body
-    if weights is not None and config.checkpoint is not None and is_whole:
-        load_weights(model, weights, config.checkpoint, by_class=BY_CLASS)
-    return model

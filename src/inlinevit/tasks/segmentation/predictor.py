@@ -1,66 +1,157 @@
-"""Models that label pixels and are ready to use, out of a training run."""
+"""Segmentation models that are ready to use, from a training run."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any, ClassVar
 
-from torch import nn
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
 
-from ...engine.runs import RUN_LABELS, run_config, run_weights
-from ...models._weight_files import read_state_dict, require_finite
-from ...models.factory import load_weights
-from ...utils.files import read_json
-from ..backbone import mean_and_std
-from .config import SegmentationConfig
-from .inference import MeanStd
-from .labels import LabelMap
+from ...engine.evaluator import EvalData
+from ...engine.predictor import DrawingPredictor, Rendering
+from ...engine.results import shorten_list
+from ...engine.runs import Run, open_run
+from ...utils.validation import require
+from ..backbone import load_trained, mean_and_std
+from .config import (
+    InferenceConfig,
+    SegmentationConfig,
+    SegmentationDataConfig,
+    SegmentationEvalOptions,
+    SegmentationPredictOptions,
+)
+from .inference import MeanStd, describe, predict_probs_by_rows
+from .labels import LabelMap, open_labels
+from .metrics import SegmentationEvaluator
 from .model import build_segmenter
+from .transforms import scaled_size
+from .visualize import ROWS_AT_ONCE, class_shares, draw_labels, percent
+
+LABELS_JSON = "labels.json"
+CLASSES_SHOWN = 3
+# Larger images, in pixels at the size that the model gets, are processed in windows even by default.
+MOST_AT_ONCE = 2048 * 2048
+
+Indices = NDArray[np.uint8]
 
 
 @dataclass
-class SegmentationPredictor:
-    """A model that labels pixels and is ready to use.
+class SegmentationPredictor(DrawingPredictor[Indices]):
+    """A segmentation model that is ready to use; its results are class indices (height, width).
 
     Attributes:
-        model: In evaluation mode, on the CPU.
         labels: Its classes, and the values that stand for them in files.
-        name: Its kind and its backbone.
         config: The run that it comes from; `config.inference` are the default inference settings.
         mean_std: What its images are normalised by.
     """
 
-    model: nn.Module
     labels: LabelMap
-    name: str
     config: SegmentationConfig
     mean_std: MeanStd
 
+    drawing_suffixes: ClassVar[dict[str, str]] = {"labels": "_labels.png", "overlay": "_overlay.png"}
+    # 20,000 × 20,000 are 1.2 GB.
+    max_pixels: ClassVar[int | None] = 400_000_000
+
+    def predict_images(
+        self, images: list[Image.Image], options: SegmentationPredictOptions, device: torch.device
+    ) -> list[Indices | None]:
+        inference = options.inference.applied_to(self.config.inference)
+        return [self.predict_indices(image, inference, device) for image in images]
+
+    def predict_indices(self, image: Image.Image, inference: InferenceConfig, device: torch.device) -> Indices | None:
+        """Return the class of each pixel; None if a probability is not finite."""
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        settings = in_windows_if_large(inference, image, self.config.augment.crop_size)
+        rows = []
+        for probabilities in predict_probs_by_rows(self.model, pixels, settings, self.mean_std, device):
+            if not bool(probabilities.isfinite().all()):
+                return None
+            rows.append(probabilities.argmax(dim=0).to(torch.uint8).cpu())
+        return torch.cat(rows).numpy()
+
+    def render(self, image: Image.Image, result: Indices) -> Rendering:
+        shares = class_shares(result, self.labels.classes)
+        drawings = {
+            "labels": make_label_map(result, self.labels),
+            "overlay": draw_labels(image, result, self.labels.classes),
+        }
+        record = {"classes": [{"name": one.kind.name, "share": one.share} for one in shares]}
+        shown = [f"{one.kind.name} {percent(one.share)}" for one in shares]
+        return Rendering(drawings, record, shorten_list(shown, CLASSES_SHOWN))
+
+    def description(self, options: SegmentationEvalOptions) -> str:
+        return f"{self.name}, {describe(options.inference.applied_to(self.config.inference))}"
+
+    def settings(self, options: SegmentationEvalOptions) -> dict[str, Any]:
+        return {"inference": vars(options.inference.applied_to(self.config.inference))}
+
+    def evaluator(self, data: EvalData, options: SegmentationEvalOptions) -> SegmentationEvaluator:
+        inference = options.inference.applied_to(self.config.inference)
+        return SegmentationEvaluator(data.source, data.config.workers, inference, self.mean_std)
+
 
 def load_segmenter(run: str, *, checkpoint: str | None = None) -> SegmentationPredictor:
-    """The model of a training run.
+    """Load the model of a training run.
 
     Args:
         run: The folder of the run.
         checkpoint: "best" for its best checkpoint, the folder of another one, or a file; None = the final weights.
     """
-    config = run_config(SegmentationConfig, run)
-    labels = read_run_labels(Path(run) / RUN_LABELS)
-    file = run_weights(Path(run), checkpoint)
-    weights = read_state_dict(file)
-    require_finite(weights, file)
-    # Everything is in the file: nothing is fetched.
-    bare = replace(config.model, pretrained=False, checkpoint=None, drop_path_rate=0.0)
-    model = build_segmenter(bare, len(labels.classes))
-    load_weights(model, weights, file)
+    opened: Run[SegmentationConfig] = open_run(SegmentationConfig, run)
+    config, labels = opened.config, run_labels(opened)
+    model = load_trained(opened, checkpoint, lambda bare: build_segmenter(bare, len(labels.classes)))
     name = f"{config.model.arch} on {config.model.backbone}"
-    return SegmentationPredictor(model.eval(), labels, name, config, mean_and_std(config.model.backbone))
+    return SegmentationPredictor(model, name, labels, config, mean_and_std(config.model.backbone))
 
 
-def read_run_labels(file: Path) -> LabelMap:
-    """The classes that a run was trained on, in the order of their indices, and their values in files."""
-    remedy = "restore it from the run, or train anew"
-    try:
-        return LabelMap.from_plain(read_json(file), file)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{file} is missing: {remedy}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} does not say which classes there are ({error}): {remedy}") from error
+def run_labels(run: Run[Any]) -> LabelMap:
+    """Return the classes that a run was trained on, and their values in files."""
+    return run.metadata(LABELS_JSON, lambda content: LabelMap.from_plain(content, LABELS_JSON))
+
+
+def evaluation_labels(run: Run[Any], data: SegmentationDataConfig, *, is_given: bool = False) -> LabelMap:
+    """Return the meaning of the values in the data's label maps: the model's classes, in its order.
+
+    Args:
+        run: The run; its own labels are used, unless the data have a file of others.
+        data: The data.
+        is_given: Whether the user has named the file of labels: then it is read, even if the run had the same one.
+    """
+    own = run_labels(run)
+    if not is_given and data.labels == run.config.data.labels:
+        return own
+    labels = open_labels(data, None)
+    ours, theirs = ([one.name for one in some.classes] for some in (own, labels))
+    require(
+        ours == theirs,
+        f"{data.labels} has other classes than the model, or has them in another order ({shorten_list(theirs, 5)} in "
+        f"place of {shorten_list(ours, 5)}): write one with the model's classes, or evaluate another run",
+    )
+    return labels
+
+
+def in_windows_if_large(inference: InferenceConfig, image: Image.Image, window_size: int) -> InferenceConfig:
+    """Return inference settings with windows, if an image is too large to be processed whole.
+
+    Args:
+        inference: The settings.
+        image: The image.
+        window_size: Side of the windows, if the settings have none: the size of training crops.
+    """
+    height, width = scaled_size(image.height, image.width, inference.min_size, max(inference.scales))
+    is_large = inference.window_size is None and height * width > MOST_AT_ONCE
+    return replace(inference, window_size=window_size) if is_large else inference
+
+
+def make_label_map(indices: Indices, labels: LabelMap) -> Image.Image:
+    """Return a label map like those of the training data: 8 bits per pixel, or 16 if values need them.
+
+    Args:
+        indices: (height, width) the class of each pixel.
+        labels: The values that stand for classes.
+    """
+    # In parts, because to_values needs eight bytes per pixel.
+    parts = [labels.to_values(part).numpy() for part in torch.from_numpy(indices).split(ROWS_AT_ONCE)]
+    return Image.fromarray(np.concatenate(parts))

@@ -1,40 +1,36 @@
-"""Segmentation as a Task of the training loop."""
+"""Segmentation as a task."""
 
 from typing import Any
 
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
+from ...engine.evaluator import EvalData
 from ...engine.outputs import check_run_output
+from ...engine.runs import Run
+from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from ..backbone import mean_and_std
 from .ade import open_ade
-from .config import SegmentationConfig
+from .config import SegmentationConfig, SegmentationDataConfig, SegmentationEvalOptions
 from .dataset import make_train_loader
-from .evaluate import evaluate
-from .inference import normalized
+from .inference import normalize
 from .labels import IGNORED, open_labels
+from .metrics import CONFUSION_PNG, SegmentationEvaluator
 from .model import build_segmenter
+from .predictor import SegmentationPredictor, evaluation_labels, load_segmenter
 
 
-class Segmentation:
-    """A class for each pixel.
+class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment", metric="miou"):
+    """Semantic segmentation."""
 
-    Args:
-        config: The run.
-    """
-
-    metric = "miou"
-    greater_is_better = True
-    batch_multiple = 1
+    config: SegmentationConfig
 
     def __init__(self, config: SegmentationConfig) -> None:
-        self.config = config
-        self.batch_size, self.workers = config.data.batch_size, config.data.workers
+        super().__init__(config)
         check_model_name(config.model.backbone)
         self.mean_std = mean_and_std(config.model.backbone)
         self.labels = open_labels(config.data, config.model.num_classes)
@@ -46,31 +42,44 @@ class Segmentation:
         check_run_output(config.run.output, inputs)
 
     def build_model(self) -> nn.Module:
-        """See Task.build_model."""
         return build_segmenter(self.config.model, len(self.labels.classes))
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        """See Task.train_loader."""
-        config = self.config
-        return make_train_loader(self.train_source, config.augment, config.run.seed, plan)
+        return make_train_loader(self.train_source, self.config.augment, self.config.run.seed, plan)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """See Task.loss."""
         images, labels = batch
-        answer = model(normalized(images, *self.mean_std))
-        if isinstance(answer, Tensor):
-            return pixel_loss(answer, labels)
-        logits, auxiliary = answer
+        output = model(normalize(images, *self.mean_std))
+        if isinstance(output, Tensor):
+            return pixel_loss(output, labels)
+        logits, auxiliary = output
         return pixel_loss(logits, labels) + self.config.model.aux_weight * pixel_loss(auxiliary, labels)
 
-    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        """See Task.evaluate."""
+    def evaluator(self) -> SegmentationEvaluator:
         config = self.config
-        return evaluate(model, self.eval_source, config.data, config.inference, self.mean_std, accelerator).numbers()
+        return SegmentationEvaluator(self.eval_source, config.data.workers, config.inference, self.mean_std)
 
-    def notes(self) -> dict[str, Any]:
-        """See Task.notes."""
-        return {"labels": self.labels.to_plain()}
+    def metadata(self) -> dict[str, Any]:
+        return {**super().metadata(), "labels": self.labels.to_plain()}
+
+    @classmethod
+    def open_eval_data(
+        cls, config: SegmentationDataConfig, run: Run[Any] | None, options: SegmentationEvalOptions
+    ) -> EvalData:
+        assert run is not None
+        labels = evaluation_labels(run, config, is_given=options.data.labels is not None)
+        source = open_ade(config, labels, training=False)
+        files = [] if config.labels is None else [config.labels]
+        folders = [source.images_folder, source.masks_folder]
+        return EvalData(config, source, str(source.images_folder), files, folders)
+
+    @classmethod
+    def load_predictor(cls, model: str | None, options: Any) -> SegmentationPredictor:
+        return load_segmenter(model or "", checkpoint=options.checkpoint)
+
+    @classmethod
+    def eval_files(cls, options: Any) -> tuple[str, ...]:
+        return (CONFUSION_PNG,)
 
 
 def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""How training images are varied, label maps along with them.
+"""Augmentation of training images, with their label maps.
 
-All that is random comes from torch's generator, so that a sample drawn again with its seed is the same.
+All random numbers come from torch's generator, so that a sample drawn again with its seed is the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
-from torchvision.tv_tensors import Image, Mask, wrap
+from torchvision.tv_tensors import Image, Mask
 
-from ..backbone import MEAN_COLOUR
+from ..dense import PadToSize, RandomCrop, resize_mask
 from .config import SegmentationAugmentConfig
 from .labels import IGNORED
 
@@ -19,9 +19,9 @@ from .labels import IGNORED
 Sample = tuple[Tensor, Tensor]
 Transform = Callable[[Tensor, Tensor], Sample]
 
-# How often a cut with too much of one class is drawn again.
+# How often a crop with too much of one class is drawn again.
 REDRAWS = 10
-# As mmsegmentation has it. It adds up to 32 of 255 to the brightness, where torchvision multiplies; its hue has 180
+# As in mmsegmentation, which adds up to 32 of 255 to the brightness, where torchvision multiplies; its hue has 180
 # steps and is moved by up to 18.
 PHOTOMETRIC: dict[str, tuple[float, float]] = {
     "brightness": (1 - 32 / 255, 1 + 32 / 255),
@@ -32,24 +32,24 @@ PHOTOMETRIC: dict[str, tuple[float, float]] = {
 
 
 def training_transform(augment: SegmentationAugmentConfig) -> Transform:
-    """How a training image and its label map are varied: (Image, Mask) to (Image, Mask).
+    """Return the augmentation of a training image and its label map: (Image, Mask) to (Image, Mask).
 
     Args:
-        augment: What to do.
+        augment: Its settings.
     """
     steps: list[Any] = [
         RandomScale(augment.min_size, augment.scale),
-        RandomCrop(augment.crop_size, augment.cat_max_ratio),
+        BalancedRandomCrop(augment.crop_size, augment.cat_max_ratio),
         v2.RandomHorizontalFlip(augment.hflip),
     ]
     if augment.photometric_distortion:
         steps += [PhotometricDistort(**PHOTOMETRIC)]
-    # Last, so that what is around images keeps its colour.
-    return v2.Compose([*steps, PadToSize(augment.crop_size)])
+    # Last, so that the padding keeps its colour.
+    return v2.Compose([*steps, PadToSize(augment.crop_size, IGNORED)])
 
 
 def scaled_size(height: int, width: int, min_size: int | None, factor: float = 1.0) -> list[int]:
-    """Height and width of an image whose shorter side is brought to a length, and that is then scaled by a factor.
+    """Return the height and width of an image with its shorter side resized to a length, times a factor.
 
     Args:
         height: Of the image.
@@ -67,17 +67,8 @@ def resize_image(image: Tensor, size: Sequence[int]) -> Tensor:
     return v2.functional.resize(image, list(size), v2.InterpolationMode.BILINEAR, antialias=True)
 
 
-def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize label maps (…, height, width) to a height and width: each pixel is one of those before."""
-    # The usual choice of the nearest pixel moves label maps by half a pixel against images.
-    resized = v2.functional.resize_image(
-        labels.as_subclass(Tensor).unsqueeze(-3), list(size), v2.InterpolationMode.NEAREST_EXACT
-    ).squeeze(-3)
-    return wrap(resized, like=labels) if isinstance(labels, Mask) else resized
-
-
 class RandomScale(v2.Transform):
-    """Bring the shorter side of an image to a length, times a random factor.
+    """Resize the shorter side of an image to a length, times a random factor.
 
     Args:
         min_size: The length; None = as it is.
@@ -97,84 +88,52 @@ class RandomScale(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         """Resize the image or its label map."""
-        resize = resize_labels if isinstance(inpt, Mask) else resize_image
+        resize = resize_mask if isinstance(inpt, Mask) else resize_image
         return resize(inpt, params["size"])
 
 
-class RandomCrop(v2.Transform):
-    """Cut out a square anywhere in the image, with no more than a share of one class, if there is one.
-
-    An image that is narrower or lower than the square is left so wide or high.
+class BalancedRandomCrop(RandomCrop):
+    """Crop a square at random in which no class has more than a share, if such a crop is found.
 
     Args:
-        side: Side of the square.
+        size: Side of the square.
         cat_max_ratio: Largest share of a class in the pixels that count; 1 = any.
     """
 
-    def __init__(self, side: int, cat_max_ratio: float) -> None:
-        super().__init__()
-        self.side, self.cat_max_ratio = side, cat_max_ratio
+    def __init__(self, size: int, cat_max_ratio: float) -> None:
+        super().__init__(size)
+        self.cat_max_ratio = cat_max_ratio
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw the place of the cut."""
+        """Draw the crop."""
         (labels,) = (part for part in flat_inputs if isinstance(part, Mask))
-        cut = self.draw(labels)
-        for _ in range(REDRAWS if self.cat_max_ratio < 1 and cut[2:] != list(labels.shape) else 0):
-            if self.is_mixed(v2.functional.crop(labels, *cut)):
+        height, width = labels.shape
+        crop = self.draw(height, width)
+        for _ in range(REDRAWS if self.cat_max_ratio < 1 and crop[2:] != [height, width] else 0):
+            if self.is_balanced(v2.functional.crop(labels, *crop)):
                 break
-            cut = self.draw(labels)
-        return {"cut": cut}
+            crop = self.draw(height, width)
+        return {"crop": crop}
 
-    def draw(self, labels: Tensor) -> list[int]:
-        """Top, left, height and width of a cut."""
-        size = [min(self.side, length) for length in labels.shape]
-        corner = [int(torch.randint(length - kept + 1, ())) for length, kept in zip(labels.shape, size, strict=True)]
-        return corner + size
-
-    def is_mixed(self, labels: Tensor) -> bool:
-        """Whether no class has too large a share of the pixels that count, and some do."""
+    def is_balanced(self, labels: Tensor) -> bool:
+        """Return whether some pixels count, and no class has too large a share of them."""
         counts = torch.bincount(labels.as_subclass(Tensor).flatten(), minlength=IGNORED + 1)[:IGNORED]
         return 0 < int(counts.max()) <= self.cat_max_ratio * int(counts.sum())
 
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Cut the image or its label map."""
-        return v2.functional.crop(inpt, *params["cut"])
-
 
 class PhotometricDistort(v2.RandomPhotometricDistort):
-    """Vary brightness, contrast, saturation and hue, but never exchange red, green and blue, as torchvision does."""
+    """Vary brightness, contrast, saturation and hue, without permuting the channels, as torchvision does."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw what to do."""
+        """Draw the distortion."""
         return {**super().make_params(flat_inputs), "channel_permutation": None}
 
 
-class PadToSize(v2.Transform):
-    """Make an image a square: on the right and below, it gets the mean colour, and pixels that do not count.
-
-    Args:
-        side: Side of the square; the image is no larger.
-    """
-
-    def __init__(self, side: int) -> None:
-        super().__init__()
-        self.side = side
-
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """How much is to be filled up."""
-        height, width = v2.query_size(flat_inputs)
-        return {"padding": [0, 0, self.side - width, self.side - height]}
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Fill up the image or its label map."""
-        return v2.functional.pad(inpt, params["padding"], fill=IGNORED if isinstance(inpt, Mask) else MEAN_COLOUR)
-
-
 def as_tv_tensors(image: Tensor, labels: Tensor) -> Sample:
-    """A sample in the types by which torchvision knows what to do with its parts."""
+    """Convert a sample to tv_tensors, which torchvision transforms by their type."""
     return Image(image), Mask(labels)
 
 
 def as_tensors(image: Tensor, labels: Tensor) -> Sample:
-    """A sample in plain tensors."""
+    """Convert a sample to plain tensors."""
     return image.as_subclass(Tensor), labels.as_subclass(Tensor)

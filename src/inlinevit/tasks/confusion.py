@@ -1,4 +1,4 @@
-"""Pictures of evaluations."""
+"""Pictures of confusion matrices."""
 
 import io
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ...utils.atomic import atomic_write_bytes
+from ..utils.atomic import atomic_write_bytes
 
 # Up to so many classes, each has its name at the matrix; up to fewer, each cell its number.
 MOST_NAMED = 50

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from inlinevit.tasks.classification.visualize import draw_confusion, most_confused
+from inlinevit.tasks.confusion import draw_confusion, most_confused
 
 
 def test_most_confused() -> None:
@@ -17,7 +17,7 @@ def test_most_confused() -> None:
     assert most_confused(torch.eye(3), 9) == []
 
 
-@pytest.mark.parametrize("classes", [2, 10, 50, 51, 1000])
+@pytest.mark.parametrize("classes", [2, 50, 1000])
 def test_pictures_are_large_enough_and_show_the_matrix(classes: int, tmp_path: Path) -> None:
     confusion = torch.eye(classes, dtype=torch.long) * 20
     confusion[0] = 0

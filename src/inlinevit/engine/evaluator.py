@@ -1,0 +1,207 @@
+"""Evaluation: one loop and one command for all tasks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+from ..utils.atomic import atomic_write_bytes, make_output_dir
+from ..utils.validation import require
+from .config import EvalOptions
+from .outputs import check_output_folder
+from .results import dump_evaluation, percent, print_evaluation, write_rows
+from .setup import make_eval_accelerator, resolve_device
+from .state import unsharded
+
+if TYPE_CHECKING:
+    from .predictor import Predictor
+    from .task import Task
+
+EVALUATION_JSON = "evaluation.json"
+PER_CLASS_CSV = "per_class.csv"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Evaluation(ABC):
+    """The result of an evaluation. Shares are from 0 to 1, NaN where there is nothing to count.
+
+    Attributes:
+        images: How many images were evaluated.
+    """
+
+    # The heading of each metric in the printed table; all are shares.
+    headings: ClassVar[dict[str, str]] = {}
+
+    images: int
+
+    @abstractmethod
+    def numbers(self) -> dict[str, float]:
+        """Return the metrics that are one number each, by name."""
+
+    def tables(self) -> list[list[dict[str, str]]]:
+        """Return the tables to print, each as a list of rows: the text of each cell by heading."""
+        numbers = self.numbers()
+        return [[{heading: percent(numbers[name]) for name, heading in self.headings.items()}]]
+
+    @abstractmethod
+    def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
+        """Return the names of the classes, and their scores by heading; the first heading ranks the classes."""
+
+    @abstractmethod
+    def per_class(self) -> list[dict[str, Any]]:
+        """Return the rows of per_class.csv, one for each class; None where there is no value."""
+
+    def details(self) -> dict[str, Any]:
+        """Return further fields of evaluation.json."""
+        return {}
+
+    def save_files(self, folder: Path) -> None:  # noqa: B027
+        """Write further files into a folder that exists; Task.eval_files names them."""
+
+
+class Evaluator(ABC):
+    """Runs a model on the batches of one data set, and accumulates metrics.
+
+    Attributes:
+        device: Where the model is; set by reset().
+    """
+
+    device: torch.device
+
+    @abstractmethod
+    def loader(self, process: int, processes: int) -> Iterable[Any]:
+        """Return the batches of one process; over all processes, every image comes once."""
+
+    def reset(self, device: torch.device) -> None:
+        """Start from nothing, for a model on this device."""
+        self.device = device
+
+    @abstractmethod
+    def update(self, model: nn.Module, batch: Any) -> None:
+        """Run the model on a batch and add the outcome; called without gradients, under autocast."""
+
+    @abstractmethod
+    def compute(self, accelerator: Accelerator) -> Any:
+        """Return the Evaluation over all processes, the same on each; all of them call this."""
+
+
+@dataclass
+class EvalData:
+    """Data to evaluate on, opened.
+
+    Attributes:
+        config: The task's data config.
+        source: The images with their annotations.
+        location: What to call the data.
+        files: Files that are read: results must not replace them.
+        folders: Folders of images: results must not be written into them.
+    """
+
+    config: Any
+    source: Any
+    location: str
+    files: Sequence[str | Path] = ()
+    folders: Sequence[Path] = ()
+
+
+def evaluate(
+    model: nn.Module,
+    evaluator: Evaluator,
+    accelerator: Accelerator,
+    *,
+    device: torch.device | None = None,
+    show_progress: bool = False,
+) -> Any:
+    """Evaluate a model on all images, each counted once whatever the number of processes.
+
+    Args:
+        model: In evaluation mode, on the device.
+        evaluator: Data and metrics.
+        accelerator: The processes; all of them call this, and get the same result.
+        device: Where to compute; None = the accelerator's device.
+        show_progress: Show a progress bar.
+
+    Returns:
+        The Evaluation that the evaluator computes.
+    """
+    device = accelerator.device if device is None else device
+    batches = evaluator.loader(accelerator.process_index, accelerator.num_processes)
+    if show_progress:
+        batches = track(batches, "evaluating", console=Console(stderr=True), disable=not accelerator.is_main_process)
+    evaluator.reset(device)
+    dtype = DTYPES.get(accelerator.mixed_precision)
+    # Without DistributedDataParallel, which would wait for processes that have fewer batches.
+    unwrapped = accelerator.unwrap_model(model)
+    with torch.no_grad(), unsharded(unwrapped):
+        for batch in batches:
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                evaluator.update(unwrapped, batch)
+    return evaluator.compute(accelerator)
+
+
+def evaluate_command(task: type["Task"], model: str | None, options: EvalOptions) -> None:
+    """Evaluate a model: print tables and write evaluation.json, per_class.csv and the task's further files.
+
+    Args:
+        task: The task.
+        model: The folder of a training run, or a name if the task accepts one.
+        options: The task's options.
+    """
+    run = task.find_run(model, options)
+    accelerator = make_eval_accelerator(options.precision)
+    device = choose_device(options, accelerator)
+    default: Any = task.config_class()
+    config = options.data.applied_to(None if run is None else run.config.data, default.data)
+    data = task.open_eval_data(config, run, options)
+    if options.output is not None:
+        names = (EVALUATION_JSON, PER_CLASS_CSV, *task.eval_files(options))
+        inputs = [*data.files, *([options.checkpoint] if options.checkpoint else [])]
+        check_output_folder(options.output, names, inputs=inputs, image_folders=data.folders)
+    with accelerator.main_process_first():
+        predictor: Predictor[Any] = task.load_predictor(model, options)
+    evaluator = predictor.evaluator(data, options)
+    predictor.check_memory(min(config.batch_size, len(data.source)))
+    if options.output is not None:
+        make_output_dir(Path(options.output))
+    evaluation = evaluate(predictor.model.to(device), evaluator, accelerator, device=device, show_progress=True)
+    if accelerator.is_main_process:
+        print_evaluation(f"{predictor.description(options)}, {data.location}", evaluation)
+        if options.output is not None:
+            facts = {"model": model, "checkpoint": options.checkpoint, "data": data.location}
+            facts |= {name: vars(options)[name] for name in options.probabilities}
+            save_evaluation(evaluation, facts | predictor.settings(options), Path(options.output))
+            Console(stderr=True).print(f"results are in {options.output}", markup=False, highlight=False)
+    accelerator.end_training()
+
+
+def choose_device(options: EvalOptions, accelerator: Accelerator) -> torch.device:
+    """Return the device that `--device` names, or the accelerator's."""
+    if options.device is None:
+        return accelerator.device
+    require(
+        accelerator.num_processes == 1,
+        "--device chooses the device of one process, but there are several: leave it out",
+    )
+    device = resolve_device(options.device)
+    require(options.precision != "fp16" or device.type != "cpu", "precision fp16 needs a GPU: choose bf16, or no")
+    return device
+
+
+def save_evaluation(evaluation: Evaluation, facts: dict[str, Any], folder: Path) -> None:
+    """Write evaluation.json, per_class.csv and the task's further files.
+
+    Args:
+        evaluation: The evaluation.
+        facts: What was evaluated, for evaluation.json.
+        folder: Where the files go; it exists.
+    """
+    atomic_write_bytes(folder / EVALUATION_JSON, dump_evaluation(evaluation, facts))
+    write_rows(folder / PER_CLASS_CSV, evaluation.per_class())
+    evaluation.save_files(folder)

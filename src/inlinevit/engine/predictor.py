@@ -1,0 +1,253 @@
+"""Prediction: one loop and one command for all tasks."""
+
+import io
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+import torch
+from PIL import Image
+from torch import nn
+
+from ..data.images import (
+    ImageFiles,
+    decode_image,
+    decompression_bomb_limit,
+    describe_image_error,
+    display_name,
+    printable,
+    unique_names,
+)
+from ..utils.atomic import atomic_text_writer, atomic_write_png, disk_full_errors, json_list_writer, make_output_dir
+from .config import ClassPredictOptions, DrawingPredictOptions, PredictOptions
+from .evaluator import EvalData, Evaluator
+from .outputs import check_output_file, check_output_folder
+from .results import CLASS_WRITERS, Prediction, Result
+from .setup import resolve_device
+
+if TYPE_CHECKING:
+    from .task import Task
+
+PREDICTIONS_JSON = "predictions.json"
+
+
+@dataclass
+class Predictor(ABC, Generic[Result]):
+    """A model that is ready to use.
+
+    Attributes:
+        model: In evaluation mode, on the CPU.
+        name: What the model is called.
+    """
+
+    model: nn.Module
+    name: str
+
+    # Images with more pixels are refused; None = Pillow's limit.
+    max_pixels: ClassVar[int | None] = None
+
+    @property
+    def mode(self) -> str:
+        """Pillow's name of the colour mode that images are converted to."""
+        return "RGB"
+
+    @abstractmethod
+    def predict_images(self, images: list[Image.Image], options: Any, device: torch.device) -> list[Result | None]:
+        """Return the results of some images; None where the model's output is not finite.
+
+        Args:
+            images: In the colour mode of this predictor; one at a time, unless the options have a batch_size.
+            options: The task's PredictOptions.
+            device: Where the model is.
+        """
+
+    @abstractmethod
+    def evaluator(self, data: EvalData, options: Any) -> Evaluator:
+        """Return the evaluator of this model on some data; refuse data that it is not made for.
+
+        Args:
+            data: The data.
+            options: The task's EvalOptions.
+        """
+
+    def description(self, options: Any) -> str:
+        """Return what is evaluated, for the title of tables."""
+        return self.name
+
+    def settings(self, options: Any) -> dict[str, Any]:
+        """Return fields of evaluation.json that say how the model was evaluated."""
+        return {}
+
+    def check_memory(self, batch_size: int) -> None:
+        """Refuse batches that do not fit into memory."""
+
+
+@dataclass
+class Rendering:
+    """How a prediction is shown.
+
+    Attributes:
+        drawings: Images to write, by the key of the JSON object that names their file.
+        record: Further fields of the JSON object.
+        summary: One line for the terminal, without the name of the file.
+    """
+
+    drawings: dict[str, Image.Image]
+    record: dict[str, Any]
+    summary: str
+
+
+class DrawingPredictor(Predictor[Result]):
+    """A predictor whose results are drawn."""
+
+    # How the file of each drawing ends, by the key of the JSON object that names it.
+    drawing_suffixes: ClassVar[dict[str, str]]
+
+    @abstractmethod
+    def render(self, image: Image.Image, result: Result) -> Rendering:
+        """Draw a result on its image; arguments as they are in a Prediction."""
+
+
+def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
+    """Read images one after the other; those that cannot be used have an error.
+
+    Args:
+        files: The images.
+        mode: Pillow's name of the colour mode to convert them to.
+        max_pixels: Images with more pixels are refused; None = Pillow's limit.
+    """
+    for index in range(len(files)):
+        name = files.name(index)
+        try:
+            with decompression_bomb_limit(max_pixels), files.open(index) as opened:
+                prediction = Prediction[Any](name, decode_image(opened, mode))
+        # A damaged file can make Pillow raise anything.
+        except Exception as error:
+            prediction = Prediction(name, error=describe_image_error(name, error))
+        yield prediction
+
+
+@torch.no_grad()
+def predict(
+    predictor: Predictor[Result],
+    files: ImageFiles,
+    options: PredictOptions,
+    device: torch.device | str | None = None,
+) -> Iterator[Prediction[Result]]:
+    """Predict images one after the other, as they are read.
+
+    Args:
+        predictor: The model; it is moved to the device.
+        files: The images.
+        options: The task's options.
+        device: Where to compute; None = what the options say, or the best device there is.
+    """
+    chosen = resolve_device(options.device) if device is None else torch.device(device)
+    batch_size = options.batch_size if isinstance(options, ClassPredictOptions) else 1
+    predictor.check_memory(min(batch_size, len(files)))
+    predictor.model.to(chosen)
+    images = read_images(files, predictor.mode, predictor.max_pixels)
+    while batch := list(islice(images, batch_size)):
+        readable = [one.image for one in batch if one.image is not None]
+        results = iter(predictor.predict_images(readable, options, chosen) if readable else [])
+        for one in batch:
+            if one.error is None:
+                one.result = next(results)
+                if one.result is None:
+                    one.error = f"{one.file} gives NaN or infinite values: check the model's weights"
+            yield one
+
+
+def predict_command(task: type["Task"], model: str, images: Sequence[str], options: PredictOptions) -> int:
+    """Predict images, and print or draw the results.
+
+    Args:
+        task: The task.
+        model: The folder of a training run, or a name if the task accepts one.
+        images: Images, folders of them, or glob patterns.
+        options: The task's options.
+
+    Returns:
+        The exit code: 1 if an image could not be used, else 0.
+    """
+    device = resolve_device(options.device)
+    files = ImageFiles(images)
+    inputs = [*(path for path, _ in files.files), *([options.checkpoint] if options.checkpoint else [])]
+    if isinstance(options, DrawingPredictOptions):
+        set_output_encoding(None)
+        folder = check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs)
+        drawing = task.load_predictor(model, options)
+        assert isinstance(drawing, DrawingPredictor)
+        failures = _write_drawings(drawing, files, options, device, folder)
+    else:
+        assert isinstance(options, ClassPredictOptions)
+        # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
+        set_output_encoding(None if options.format == "table" else "utf-8")
+        output = None if options.output is None else check_output_file(options.output, inputs)
+        predictor = task.load_predictor(model, options)
+        failures = _write_classes(predictor, files, options, device, output)
+    return 1 if failures else 0
+
+
+def set_output_encoding(encoding: str | None) -> None:
+    """Have stdout escape letters that its encoding lacks; None = keep the terminal's encoding."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace", encoding=encoding)
+
+
+def _report_errors(predictions: Iterable[Prediction[Result]], failures: list[str]) -> Iterator[Prediction[Result]]:
+    """Pass on predictions; errors are collected, and reported on stderr in one line each."""
+    for prediction in predictions:
+        if prediction.error is not None:
+            failures.append(prediction.file)
+            print(printable(prediction.error), file=sys.stderr)
+        yield prediction
+
+
+def _write_classes(
+    predictor: Predictor[Any],
+    files: ImageFiles,
+    options: ClassPredictOptions,
+    device: torch.device,
+    output: Path | None,
+) -> list[str]:
+    """Write predicted classes to a file or to stdout, and return the images that failed."""
+    failures: list[str] = []
+    predictions = predict(predictor, files, options, device)
+    # csv writes its own line endings.
+    with nullcontext(sys.stdout) if output is None else atomic_text_writer(output, newline="") as stream:
+        CLASS_WRITERS[options.format](_report_errors(predictions, failures), stream)
+    return failures
+
+
+def _write_drawings(
+    predictor: DrawingPredictor[Any],
+    files: ImageFiles,
+    options: DrawingPredictOptions,
+    device: torch.device,
+    folder: Path,
+) -> list[str]:
+    """Write drawings and predictions.json into a folder, and return the images that failed."""
+    failures: list[str] = []
+    make_output_dir(folder)
+    suffixes = predictor.drawing_suffixes
+    names = unique_names(files, folder, list(suffixes.values()))
+    predictions = predict(predictor, files, options, device)
+    with disk_full_errors(folder), json_list_writer(folder / PREDICTIONS_JSON) as write:
+        for prediction, name in zip(_report_errors(predictions, failures), names, strict=True):
+            if prediction.error is not None or prediction.image is None or prediction.result is None:
+                write({"file": prediction.file, "error": prediction.error})
+                continue
+            shown = predictor.render(prediction.image, prediction.result)
+            for key, image in shown.drawings.items():
+                atomic_write_png(folder / f"{name}{suffixes[key]}", image)
+            print(printable(f"{prediction.file}: {shown.summary}"))
+            width, height = prediction.image.size
+            drawn = {key: display_name(f"{name}{suffixes[key]}") for key in shown.drawings}
+            write({"file": prediction.file, "width": width, "height": height, **drawn, **shown.record})
+    return failures

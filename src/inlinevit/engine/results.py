@@ -1,0 +1,184 @@
+"""Tables, CSV and JSON: how the results of evaluations and predictions are printed and written."""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
+
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..data.images import printable
+from ..utils.atomic import atomic_text_writer, finite, json_items
+
+if TYPE_CHECKING:
+    from .evaluator import Evaluation
+
+Result = TypeVar("Result")
+
+# Up to this number of classes, a table lists all of them; otherwise this number of the worst and of the best.
+MOST_LISTED = 20
+CLASSES_SHOWN = 5
+NAMES_SHOWN = 3
+# Width of a table that is not printed to a terminal.
+FILE_WIDTH = 120
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, for tables; a dash for NaN."""
+    return "–" if math.isnan(share) else f"{100 * share:.2f}"
+
+
+def shorten_list(names: Sequence[str], most: int = NAMES_SHOWN) -> str:
+    """Return the first of some names, for messages: a, b, c, …."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def make_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table for the terminal: one row for each mapping from headings to cells, numbers to the right."""
+    table = Table()
+    for heading in rows[0]:
+        table.add_column(heading.strip(), justify="right" if "%" in heading or heading == "loss" else "left")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row.values()))
+    return table
+
+
+def class_rows(names: Sequence[str], scores: Mapping[str, Sequence[float]]) -> list[dict[str, str]]:
+    """Return the rows of a table of classes: all of them or, if there are many, the worst and the best.
+
+    Args:
+        names: The classes.
+        scores: Shares by heading, one for each class; classes are ranked by the first heading.
+    """
+    if len(names) <= MOST_LISTED:
+        columns = zip(names, *scores.values(), strict=True)
+        return [
+            {"class": name, **{f"{heading} %": percent(one) for heading, one in zip(scores, values, strict=True)}}
+            for name, *values in columns
+        ]
+    heading, values = next(iter(scores.items()))
+    ranked = sorted((value, name) for value, name in zip(values, names, strict=True) if not math.isnan(value))
+    worst, best = ranked[:CLASSES_SHOWN], ranked[::-1][:CLASSES_SHOWN]
+    return [
+        {"worst": poor, f"{heading} %": percent(low), "best": good, f"{heading} % ": percent(high)}
+        for (low, poor), (high, good) in zip(worst, best, strict=True)
+    ]
+
+
+def print_evaluation(title: str, evaluation: "Evaluation") -> None:
+    """Print what was evaluated, the tables of an evaluation and the scores of its classes."""
+    console = Console()
+    console.print(Text(f"{title}, {evaluation.images} images"), soft_wrap=True)
+    for rows in [*evaluation.tables(), class_rows(*evaluation.class_scores())]:
+        if rows:
+            console.print(make_table(rows))
+
+
+def dump_evaluation(evaluation: "Evaluation", facts: Mapping[str, Any]) -> bytes:
+    """Return the content of evaluation.json.
+
+    Args:
+        evaluation: The evaluation.
+        facts: What was evaluated.
+    """
+    numbers = finite(evaluation.numbers())
+    rows = evaluation.per_class()
+    content = {**facts, **numbers, "images": evaluation.images, "per_class": rows, **evaluation.details()}
+    return json.dumps(content).encode()
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a CSV file with one line for each row; all rows have the same keys."""
+    with atomic_text_writer(path, newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@dataclass
+class ClassProbability:
+    """A predicted class.
+
+    Attributes:
+        name: What the class is called.
+        index: Its index among the model's classes.
+        probability: From 0 to 1.
+    """
+
+    name: str
+    index: int
+    probability: float
+
+
+@dataclass
+class Prediction(Generic[Result]):
+    """What a model predicts for an image.
+
+    Attributes:
+        file: What the image is called.
+        image: The image, transposed as its EXIF data say and in the model's colour mode; None if it is unreadable.
+        result: What the task predicts; None if there is an error.
+        error: Why there is no result; None if there is one.
+    """
+
+    file: str
+    image: Image.Image | None = None
+    result: Result | None = None
+    error: str | None = None
+
+
+ClassPredictions = Iterable[Prediction[list[ClassProbability]]]
+
+
+def write_table(predictions: ClassPredictions, stream: TextIO) -> None:
+    """Write a table for people; images with an error are left out, and nothing is written if all have one."""
+    table = Table("image", "class")
+    table.add_column("%", justify="right")
+    for prediction in predictions:
+        classes = prediction.result or []
+        for rank, one in enumerate(classes):
+            table.add_row(
+                Text(printable(prediction.file) if rank == 0 else "", overflow="fold"),
+                Text(printable(one.name)),
+                f"{100 * one.probability:.1f}",
+                end_section=rank == len(classes) - 1,
+            )
+    if table.row_count:
+        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
+
+
+def write_json(predictions: ClassPredictions, stream: TextIO) -> None:
+    """Write a list of objects; those of images with an error have it in place of predictions."""
+    with json_items(stream) as write:
+        for prediction in predictions:
+            write(class_record(prediction))
+
+
+def class_record(prediction: Prediction[list[ClassProbability]]) -> dict[str, Any]:
+    """Return the JSON object of an image."""
+    if prediction.error is not None:
+        return {"file": prediction.file, "error": prediction.error}
+    classes = [
+        {"class": one.name, "index": one.index, "probability": one.probability} for one in prediction.result or []
+    ]
+    return {"file": prediction.file, "predictions": classes}
+
+
+def write_csv(predictions: ClassPredictions, stream: TextIO) -> None:
+    """Write one line for each class of each image; images without a class have one line, with their error if any."""
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["file", "rank", "class", "index", "probability", "error"])
+    for prediction in predictions:
+        if not prediction.result:
+            writer.writerow([prediction.file, "", "", "", "", prediction.error or ""])
+        for rank, one in enumerate(prediction.result or [], start=1):
+            writer.writerow([prediction.file, rank, one.name, one.index, one.probability, ""])
+
+
+CLASS_WRITERS = {"table": write_table, "json": write_json, "csv": write_csv}

@@ -1,0 +1,112 @@
+"""Metrics and losses of multi-label classification."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+from torchmetrics.classification import MultilabelAveragePrecision, MultilabelStatScores
+
+from ...engine.evaluator import Evaluation
+from ...utils.atomic import finite
+from ..classification.metrics import ImageEvaluator
+from ..classification.transforms import InputSpec
+from .config import MultilabelDataConfig, MultilabelLossConfig
+from .dataset import CsvSource
+
+
+def multilabel_loss(logits: Tensor, targets: Tensor, config: MultilabelLossConfig) -> Tensor:
+    """Return binary cross-entropy, or the asymmetric loss (Ridnik et al., https://arxiv.org/abs/2009.14119).
+
+    Args:
+        logits: (batch, labels).
+        targets: (batch, labels) 1 where an image has a label, else 0.
+        config: Which loss.
+    """
+    if config.name == "bce":
+        return F.binary_cross_entropy_with_logits(logits, targets)
+    probability = logits.sigmoid()
+    # Negatives that are already easy do not count: their probability is shifted to 0.
+    shifted = (probability - config.clip).clamp(min=0)
+    positive = F.logsigmoid(logits) * (1 - probability) ** config.gamma_pos
+    negative = (1 - shifted).clamp(min=1e-8).log() * shifted**config.gamma_neg
+    return -(targets * positive + (1 - targets) * negative).sum(dim=1).mean()
+
+
+@dataclass
+class MultilabelEvaluation(Evaluation):
+    """The result of an evaluation.
+
+    Attributes:
+        names: The labels.
+        counts: (labels, 4) images by label: predicted and true, predicted and not true, true and not predicted, true.
+        average_precision: (labels,) 0 … 1; NaN for labels without images.
+        images: How many images were evaluated.
+    """
+
+    headings: ClassVar[dict[str, str]] = {"map": "mAP %", "f1": "F1 %"}
+
+    names: list[str]
+    counts: Tensor
+    average_precision: Tensor
+    images: int
+
+    def f1(self) -> Tensor:
+        """Return the F1 of each label, (labels,); NaN for labels without images."""
+        hits, false, missed, true = self.counts.double().unbind(dim=1)
+        return torch.where(true > 0, 2 * hits / (2 * hits + false + missed), math.nan)
+
+    def numbers(self) -> dict[str, float]:
+        """See Evaluation.numbers; means over the labels that occur."""
+        return {"map": float(self.average_precision.nanmean()), "f1": float(self.f1().nanmean())}
+
+    def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
+        return self.names, {"AP": self.average_precision.tolist(), "F1": self.f1().tolist()}
+
+    def per_class(self) -> list[dict[str, Any]]:
+        shares = self.average_precision.tolist(), self.f1().tolist()
+        return [
+            {"label": name, "images": counts[3], "predicted": counts[0] + counts[1], **finite({"ap": ap, "f1": f1})}
+            for name, counts, ap, f1 in zip(self.names, self.counts.tolist(), *shares, strict=True)
+        ]
+
+
+class MultilabelEvaluator(ImageEvaluator):
+    """Evaluates multi-label models on one data set.
+
+    Args:
+        source: The images; its labels are those of the model.
+        spec: The model's input.
+        config: How the images are read.
+        threshold: Probability from which a label counts as predicted.
+    """
+
+    def __init__(self, source: CsvSource, spec: InputSpec, config: MultilabelDataConfig, threshold: float) -> None:
+        super().__init__(source, spec, config, len(source))
+        self.names, self.targets, self.threshold = source.names, source.targets, threshold
+
+    def reset(self, device: torch.device) -> None:
+        super().reset(device)
+        labels = len(self.names)
+        self.precision = MultilabelAveragePrecision(labels, average=None, validate_args=False).to(device)
+        self.scores = MultilabelStatScores(labels, self.threshold, average=None, validate_args=False).to(device)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """See ImageEvaluator.add; the labels are numbers of rows."""
+        probabilities, targets = logits.sigmoid(), self.targets[labels].long().to(self.device)
+        self.precision.update(probabilities, targets)
+        self.scores.update(probabilities, targets)
+
+    def compute(self, accelerator: Accelerator) -> MultilabelEvaluation:
+        hits, false, negatives, missed, true = self.scores.compute().cpu().unbind(dim=1)
+        images = int((hits + false + negatives + missed)[0])
+        self.require_images(images)
+        with warnings.catch_warnings(action="ignore"):
+            precision = torch.where(true > 0, self.precision.compute().cpu().double(), math.nan)
+        counts = torch.stack([hits, false, missed, true], dim=1)
+        return MultilabelEvaluation(self.names, counts, precision, images)

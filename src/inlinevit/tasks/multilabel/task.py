@@ -1,0 +1,85 @@
+"""Multi-label classification as a task."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ...engine.evaluator import EvalData
+from ...engine.outputs import check_run_output
+from ...engine.results import ClassProbability
+from ...engine.runs import Run, open_run
+from ...utils.validation import require
+from ..classification.model import build_trained
+from ..classification.predictor import CLASSES_JSON, DIGITS, ImagePredictor, check_batch_memory, parse_classes
+from ..classification.task import ImageTask
+from ..classification.transforms import input_spec
+from .config import MultilabelConfig, MultilabelDataConfig, MultilabelEvalOptions, MultilabelPredictOptions
+from .dataset import CsvSource, open_csv
+from .metrics import MultilabelEvaluator, multilabel_loss
+
+
+@dataclass
+class MultilabelPredictor(ImagePredictor):
+    """A multi-label model that is ready to use."""
+
+    def predict_images(
+        self, images: list[Image.Image], options: MultilabelPredictOptions, device: torch.device
+    ) -> list[list[ClassProbability] | None]:
+        """See Predictor.predict_images; labels above the threshold, the most probable first."""
+        names, results = self.readable_classes(), []
+        for row in self.logits(images, device).sigmoid():
+            order = row.argsort(descending=True)
+            chosen = [(int(index), float(row[index])) for index in order if row[index] >= options.threshold]
+            labels = [ClassProbability(names[index], index, round(share, DIGITS)) for index, share in chosen]
+            results.append(labels if bool(row.isfinite().all()) else None)
+        return results
+
+    def evaluator(self, data: EvalData, options: MultilabelEvalOptions) -> MultilabelEvaluator:
+        return MultilabelEvaluator(data.source, self.spec, data.config, options.threshold)
+
+
+class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilabel", metric="map"):
+    """Multi-label classification."""
+
+    config: MultilabelConfig
+
+    def __init__(self, config: MultilabelConfig) -> None:
+        super().__init__(config)
+        self.train_source: CsvSource = open_csv(config.data, training=True)
+        self.names = self.train_source.names
+        self.eval_source = open_csv(config.data, training=False, names=self.names)
+        self.num_classes, self.num_labels = len(self.names), len(self.train_source)
+        fits = self.num_classes > 0 and config.model.num_classes in (None, self.num_classes)
+        require(fits, f"{config.data.path} has {self.num_classes} labels: model.num_classes should be as many")
+        check_batch_memory(self.spec, min(config.data.batch_size, len(self.train_source)))
+        weights = [config.model.checkpoint] if config.model.checkpoint else []
+        check_run_output(config.run.output, [self.train_source.file, self.eval_source.file, *weights])
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:
+        images, rows, problems = batch
+        self.unreadable.check(problems)
+        targets = self.train_source.targets[rows.cpu()].to(images.device)
+        return multilabel_loss(model(images).float(), targets, self.config.loss)
+
+    def evaluator(self) -> MultilabelEvaluator:
+        return MultilabelEvaluator(self.eval_source, self.spec, self.config.data, threshold=0.5)
+
+    def metadata(self) -> dict[str, Any]:
+        return {**super().metadata(), "classes": self.names}
+
+    @classmethod
+    def open_eval_data(cls, config: MultilabelDataConfig, run: Run[Any] | None, options: Any) -> EvalData:
+        assert run is not None
+        source = open_csv(config, training=False, names=run.metadata(CLASSES_JSON, parse_classes))
+        return EvalData(config, source, config.path, [source.file, *source.files])
+
+    @classmethod
+    def load_predictor(cls, model: str | None, options: Any) -> MultilabelPredictor:
+        run = open_run(MultilabelConfig, model or "")
+        names = run.metadata(CLASSES_JSON, parse_classes) or []
+        config, file = run.config.model, str(run.weights(options.checkpoint))
+        trained = build_trained(config, file, len(names))
+        return MultilabelPredictor(trained, config.name, len(names), names, input_spec(config))

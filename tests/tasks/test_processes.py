@@ -1,0 +1,120 @@
+"""The evaluation commands of all tasks on two processes: the same files as on one, and one process prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from accelerate.state import AcceleratorState
+
+from inlinevit.engine.evaluator import evaluate_command
+from inlinevit.tasks import TASKS
+from inlinevit.tasks.detection.config import DetectionDataConfig
+from inlinevit.tasks.segmentation.config import SegmentationDataConfig
+from tests import ROOT
+from tests.tasks.classification.test_evaluate import image_folder
+from tests.tasks.detection.conftest import draw_coco
+from tests.tasks.detection.runs import make_run as make_detection_run
+from tests.tasks.multilabel.test_multilabel import draw
+from tests.tasks.segmentation.runs import draw_data
+from tests.tasks.segmentation.runs import make_run as make_segmentation_run
+
+# The number of images of each task: two processes have shares of different sizes.
+IMAGES = {"classification": 6, "multilabel": 5, "detection": 5, "segmentation": 5}
+# Sharded models: processes that share parameters must not wait for each other.
+SCRIPT = """
+import sys
+from accelerate import Accelerator
+from inlinevit.engine.evaluator import evaluate_command
+from inlinevit.engine.setup import shard_model
+from inlinevit.tasks import TASKS
+
+folder = sys.argv[1]
+# The process group is needed until the last task has been evaluated.
+Accelerator.end_training = lambda accelerator: None
+for name, entry in TASKS.items():
+    task = entry.load_task()
+    load = task.load_predictor
+
+    def load_sharded(*arguments, load=load):
+        predictor = load(*arguments)
+        shard_model(predictor.model, Accelerator(cpu=True))
+        return predictor
+
+    if name in ("detection", "segmentation"):
+        task.load_predictor = load_sharded
+    options = entry.load_eval_options()(output=f"{folder}/two/{name}")
+    evaluate_command(task, f"{folder}/{name}_run", options)
+"""
+
+
+def make_image_run(folder: Path, path: Path, classes: list[str]) -> None:
+    """A run of classification or multi-label classification with random weights."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=len(classes), img_size=32)
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    config = f"model: {{name: test_vit, img_size: 32}}\ndata: {{path: {path}, batch_size: 2, workers: 0}}\n"
+    (folder / "config.yaml").write_text(config)
+    (folder / "classes.json").write_text(json.dumps(classes))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A run of each task, with its data."""
+    image_folder(tmp_path / "images", ["ant", "bee"], images=3)
+    make_image_run(tmp_path / "classification_run", tmp_path / "images", ["ant", "bee"])
+    colors = [["red"], [], ["red", "blue"], ["green"], ["blue"]]
+    for number, labels in enumerate(colors):
+        draw(tmp_path / "labels" / f"{number}.png", labels, number)
+    lines = ["image,labels", *(f"{number}.png,{'|'.join(labels)}" for number, labels in enumerate(colors))]
+    (tmp_path / "labels" / "all.csv").write_text("\n".join(lines))
+    make_image_run(tmp_path / "multilabel_run", tmp_path / "labels" / "all.csv", ["blue", "green", "red"])
+    coco = DetectionDataConfig(path=str(draw_coco(tmp_path / "coco", {"train2017": 2, "val2017": 5})), workers=0)
+    make_detection_run(tmp_path / "detection_run", coco, box_score_thresh=0.0, box_detections_per_img=20)
+    draw_data(tmp_path / "ade", 5)
+    make_segmentation_run(tmp_path / "segmentation_run", SegmentationDataConfig(path=str(tmp_path / "ade"), workers=0))
+    return tmp_path
+
+
+def rounded(value: Any) -> Any:
+    """JSON in which numbers are rounded: a mean loss may depend on the order of images."""
+    if isinstance(value, dict):
+        return {name: rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return round(value, 5) if isinstance(value, float) else value
+
+
+def test_two_processes_evaluate_as_one_does(runs: Path) -> None:
+    AcceleratorState._reset_state()
+    before = torch.get_num_threads()
+    # As many threads as other processes have: sums may depend on it.
+    torch.set_num_threads(1)
+    for name, entry in TASKS.items():
+        options = entry.load_eval_options()(output=str(runs / "one" / name))
+        evaluate_command(entry.load_task(), str(runs / f"{name}_run"), options)
+    torch.set_num_threads(before)
+    script = runs / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, str(runs)], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("top-1 %") == 1
+    assert done.stdout.count("mIoU %") == 1
+    for name, images in IMAGES.items():
+        one, two = (json.loads((runs / part / name / "evaluation.json").read_text()) for part in ("one", "two"))
+        assert one["images"] == two["images"] == images
+        assert rounded(two) == rounded(one)
+        files = {file.name for file in (runs / "one" / name).iterdir()}
+        assert files == {file.name for file in (runs / "two" / name).iterdir()}
+        for file in files - {"evaluation.json"}:
+            assert (runs / "one" / name / file).read_bytes() == (runs / "two" / name / file).read_bytes(), file
