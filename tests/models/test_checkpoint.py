@@ -942,7 +942,10 @@ def test_misfit_relative_positions_are_refused(
 def test_channels_that_cannot_be_adapted_are_refused(in_chans: int, tmp_path: Path) -> None:
     torch.save(make("inline_pvt_tiny", in_chans=5).state_dict(), tmp_path / "five.pth")
     model = make("inline_pvt_tiny", in_chans=in_chans)
-    with unchanged(model), pytest.raises(ValueError, match=r"stages\.0\.embed\.proj\.weight float32 \(64, 5, 4, 4\)"):
+    with (
+        unchanged(model),
+        pytest.raises(ValueError, match=r"stages\.0\.patch_embed\.proj\.weight float32 \(64, 5, 4, 4\)"),
+    ):
         load_checkpoint(model, tmp_path / "five.pth")
 
 
