@@ -33,6 +33,8 @@ SMALLER = {
     "embedded": "--schedule.steps 2 --schedule.warmup 0 --data.max_train_samples 100 --data.workers 0",
     "inline_swin_tiny": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 "
     "--model.img_size 64",
+    "multilabel_inline_swin_tiny": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 "
+    "--model.img_size 64",
     "mask_rcnn_inline_pvt_tiny_1x": "--schedule.epochs 1 --schedule.warmup 0 --data.workers 0 "
     "--model.pretrained false --model.kwargs.depths [1,1,1,1] --model.channels 16 --model.box_channels 16 "
     "--model.min_size 64 --model.max_size 96 --augment.min_sizes [64] --augment.max_size 96",
@@ -70,6 +72,8 @@ def workplace(tmp_path_factory):
     for name in [*names, "photo.jpg", "photos/1.jpg", "photos/2.jpg"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)
+    rows = [f"imagenet/{part}/{kind}/0.jpg,{kind},{part}" for part in ("train", "val") for kind in "ab"]
+    (folder / "path/to/labels.csv").write_text("\n".join(["image,labels,split", *rows]))
     draw_coco(folder / "path/to/coco", {"train2017": 2, "val2017": 1})
     draw_ade(folder / "path/to/ade20k", {"training": 2, "validation": 1})
     return folder
@@ -84,11 +88,12 @@ def shortened(words):
 def test_the_commands_to_train_evaluate_and_predict_run(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     commands = [words for words in shell_lines(README) if words[0] == "inlinevit"]
-    assert {words[1] for words in commands} >= {"train", "eval", "predict", "detect", "segment"}
+    assert {words[1] for words in commands} >= {"train", "eval", "predict", "multilabel", "detect", "segment"}
     for words in map(shortened, commands):
         cli.main(words)
     output = capsys.readouterr().out
     assert "done: top1" in output
+    assert "done: map" in output
     assert "done: box_AP" in output
     assert "done: miou" in output
     assert "photo.jpg" in output

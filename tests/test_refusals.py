@@ -293,7 +293,7 @@ COMMANDS = [
         "bench loop --run.keep_checkpoints 7 --run.log_every 3",
         "--run.keep_checkpoints and --run.log_every would have no effect",
     ),
-    ("reproduce --jobs 2", "jobs is given, but nothing is trained without data"),
+    ("reproduce --jobs 2", "jobs has no effect without data"),
     ("reproduce --list --steps 5", "--list trains nothing, so --steps would have no effect"),
     ("reproduce --list nothing", "there is no study called 'nothing'"),
     ("models --json --markdown", "not allowed with argument"),

@@ -1,8 +1,8 @@
-"""Measure the models of the working tree against those of another revision, in turns in one process.
+"""Compare the speed of the models of the working tree with those of another revision, interleaved in one process.
 
 python tools/against_revision.py 58aaf78 --output runs/bench
 
-Both have the same weights and must give the same answers.
+Both have the same weights and must give the same outputs.
 """
 
 import argparse
@@ -21,8 +21,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from inlinevit.benchmark.measure import MODES, Candidate, Conditions, Results, Round, draw_input, draw_weights, measure
+from inlinevit.benchmark.measure import MODES, Conditions, measure
 from inlinevit.benchmark.report import print_results, write_report
+from inlinevit.benchmark.results import Results
+from inlinevit.benchmark.workload import Candidate, Comparison, draw_input, draw_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 # Models by the module that makes them.
@@ -38,15 +40,15 @@ BEFORE = "inlinevit_before"
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", nargs="?", default="58aaf78", help="any name that git has for it")
-    parser.add_argument("--modules", nargs="+", choices=list(MODELS), default=list(MODELS), help="whose models to take")
-    parser.add_argument("--size", type=int, default=224, help="side of the images in pixels")
-    parser.add_argument("--batch", type=int, default=1, help="images of a call")
+    parser.add_argument("revision", nargs="?", default="58aaf78", help="a commit, tag or branch")
+    parser.add_argument("--modules", nargs="+", choices=list(MODELS), default=list(MODELS), help="modules of models")
+    parser.add_argument("--size", type=int, default=224, help="side length of the images in pixels")
+    parser.add_argument("--batch", type=int, default=1, help="images per call")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="how models are run")
     parser.add_argument("--backward", action="store_true", help="forward and backward instead of forward alone")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
-    parser.add_argument("--rounds", type=int, default=50, help="how often each has its turn, at most")
-    parser.add_argument("--output", type=Path, help="folder for JSON, report and drawing")
+    parser.add_argument("--rounds", type=int, default=50, help="timed calls of each candidate, at most")
+    parser.add_argument("--output", type=Path, help="folder for JSON, report and figure")
     parser.add_argument("--name", default="revision", help="name of the files in it")
     options = parser.parse_args()
     conditions = Conditions(threads=options.threads, rounds=options.rounds, backward=options.backward)
@@ -59,11 +61,11 @@ def main() -> None:
 def compare(
     revision: str, modules: list[str], size: int, batch: int, modes: list[str], conditions: Conditions
 ) -> Results:
-    """Measure the models of some modules as they are and as they were."""
+    """Measure the models of some modules before and now."""
     with TemporaryDirectory() as folder:
         import_revision(revision, Path(folder))
-        turns = [
-            Round(
+        comparisons = [
+            Comparison(
                 f"{MODELS[module]}, {size}², batch {batch}",
                 batch,
                 [candidate(module, "inlinevit", size, batch), candidate(module, BEFORE, size, batch)],
@@ -71,11 +73,11 @@ def compare(
             for module in modules
         ]
         settings = {"revision": revision, "modules": modules, "size": size, "batch": batch}
-        return measure("revision", turns, modes, conditions, **settings)
+        return measure("revision", comparisons, modes, conditions, **settings)
 
 
 def import_revision(revision: str, folder: Path) -> ModuleType:
-    """Import the package as it was under another name, from files in a folder."""
+    """Import the package of a revision under another name, from files in a folder."""
     archive = subprocess.run(
         ["git", "archive", revision, "src/inlinevit"], cwd=ROOT, check=True, stdout=subprocess.PIPE
     ).stdout
@@ -90,14 +92,14 @@ def import_revision(revision: str, folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[BEFORE] = module
     with warnings.catch_warnings():
-        # timm says that names of models are taken. They are: models are made by their functions here, not by name.
+        # timm warns that names of models are taken; models are built by their functions here, not by name.
         warnings.simplefilter("ignore")
         spec.loader.exec_module(module)
     return module
 
 
 def candidate(module: str, package: str, size: int, batch: int) -> Candidate:
-    """A model of a package, with the weights that draw_weights() gives to that of the working tree."""
+    """Return a model of a package, with the weights that draw_weights() gives to that of the working tree."""
     name = MODELS[module]
 
     def make(device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -108,11 +110,11 @@ def candidate(module: str, package: str, size: int, batch: int) -> Candidate:
             model.load_state_dict(weights)
         return model.to(device), draw_input(batch, 3, size, size, device=device)
 
-    return Candidate(name if package == "inlinevit" else f"{name}, before", size, make, kin=name)
+    return Candidate(name if package == "inlinevit" else f"{name}, before", size, make, output_group=name)
 
 
 def make_model(module: str, package: str, size: int) -> nn.Module:
-    """A model by the function of its name."""
+    """Return a model of a package."""
     return vars(importlib.import_module(f"{package}.models.{module}"))[MODELS[module]](img_size=size)
 
 

@@ -30,7 +30,7 @@ import torch
 
 from inlinevit.cli import main
 from inlinevit.cli.train import parse_config
-from inlinevit.engine.checkpoints import MANIFEST, UNFINISHED, damage
+from inlinevit.engine.checkpoints import MANIFEST, UNFINISHED, find_damage
 from inlinevit.engine.trainer import Trainer
 from inlinevit.tasks.classification.task import Classification
 
@@ -296,10 +296,10 @@ class Campaign:
                 times += 1
                 # White space of a manifest that became other white space changes nothing.
                 is_same = name == MANIFEST and same_json(bytes(spoilt), content)
-                if damage(path) is None and not is_same:
+                if find_damage(path) is None and not is_same:
                     failed += 1
             (path / name).write_bytes(content)
-        assert damage(path) is None
+        assert find_damage(path) is None
         for name in files:
             copy = self.new_run()
             shutil.copytree(output, copy, symlinks=True)

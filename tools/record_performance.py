@@ -1,7 +1,7 @@
 """Make the measurements of docs/performance.md: python tools/record_performance.py [NAME ...] [--again].
 
-Each is a command of its own. What docs/performance/ has already is kept, so that an interrupted recording goes on where
-it was, unless --again is given. `make bench` then puts the records into the page.
+Each is a separate command. Existing records in docs/performance/ are kept unless --again is given, so that an
+interrupted recording resumes. `make bench` then puts the records into the page.
 """
 
 import argparse
@@ -31,12 +31,12 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run what is missing."""
+    """Make the missing measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(COMMANDS)}; all by default")
-    parser.add_argument("--again", action="store_true", help="measure even what is there")
+    parser.add_argument("--again", action="store_true", help="measure again what is recorded")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--rounds", type=int, default=10, help="how often each has its turn, at most")
+    parser.add_argument("--rounds", type=int, default=10, help="timed calls of each candidate, at most")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in COMMANDS]
     if unknown:

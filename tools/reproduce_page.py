@@ -1,8 +1,8 @@
 """Rewrite the tables of docs/results.md from docs/reproduce/results.json: python tools/reproduce_page.py [RECORD].
 
-What `inlinevit reproduce` has written, OUTPUT/results.json, becomes the record if it is named. Tables go between
+If RECORD is given, the OUTPUT/results.json of `inlinevit reproduce`, it becomes the new record. Tables go between
 <!-- reproduce --> and <!-- /reproduce -->, and between the marks <!-- reproduce-NAME --> of each study. The rest of the
-page is left as it is.
+page is kept.
 """
 
 import argparse
@@ -16,7 +16,7 @@ PAGE, RECORD = DOCS / "results.md", DOCS / "reproduce" / "results.json"
 
 
 def main() -> None:
-    """Take a new record, if there is one, and rewrite the page."""
+    """Copy the new record, if one is given, and rewrite the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", type=Path, metavar="RECORD", help="such as runs/reproduce/results.json")
     record = read_record(parser.parse_args().record or RECORD)

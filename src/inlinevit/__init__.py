@@ -4,7 +4,6 @@ Importing this package registers its models with timm: `timm.create_model("inlin
 timm is imported, before or after this package, so that importing this package alone costs nothing.
 """
 
-import sys
 from types import ModuleType
 
 import lazy_loader
@@ -25,14 +24,13 @@ __getattr__, __dir__, _ = lazy_loader.attach(
 )
 
 
-_loaded: set[str] = set()
-
-
 @wrapt.when_imported("timm.models")
-@wrapt.when_imported(f"{__name__}.layers")
-def register_models(module: ModuleType) -> None:
-    """Register the models with timm when it is imported, or after `layers`, which they need, if that imports it."""
-    _loaded.add(module.__name__)
-    layers = f"{__name__}.layers"
-    if layers not in sys.modules or layers in _loaded:
-        from . import models  # noqa: F401
+def import_layers(timm_models: ModuleType) -> None:
+    """Import the layers; if they are the ones that import timm, this does nothing."""
+    from . import layers  # noqa: F401
+
+
+@wrapt.when_imported("inlinevit.layers")
+def register_models(layers: ModuleType) -> None:
+    """Register the models with timm, as soon as the layers are complete."""
+    from . import models  # noqa: F401

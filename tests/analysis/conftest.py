@@ -30,7 +30,7 @@ def make_layer() -> Callable[..., Layer]:
             places = torch.arange(-(tokens - size[0] * size[1]), size[0] * size[1]).clamp(min=-1)[None]
 
         def rows(first: int, last: int, seen: Tensor | None) -> Tensor:
-            return ops.attention_weights(q[:, :, first:last], k, kind=kind, seen=seen, **options)
+            return ops.attention_weights(q[:, :, first:last], k, kind=kind, attn_mask=seen, **options)
 
         return Layer("layer", kind, size, q, k, k if v is None else v, places, True, rows, convolution)
 

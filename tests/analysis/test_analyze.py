@@ -47,12 +47,12 @@ def read(folder: Path) -> dict:
     return json.loads((folder / "analysis.json").read_text())["sections"]
 
 
-def test_a_trained_model_is_looked_into(run, tmp_path, capfd):
+def test_a_trained_model_is_analyzed(run, tmp_path, capfd):
     cli.main(["analyze", str(run), "--images", "6", "--confusion_images", "2", "--output", str(tmp_path / "new")])
     sections = read(tmp_path / "new")
     assert list(sections) == ["models", "confusion", "locality", "masking", "maps"]
     (facts,) = sections["models"]["models"]
-    assert (facts["called"], facts["attention"], facts["weights"]) == ("InLine", "inline", "of the run")
+    assert (facts["name"], facts["attention"], facts["weights"]) == ("InLine", "inline", "of the run")
     confusion = sections["confusion"]["models"]["InLine"]
     assert [len(layer["pairs"]) for layer in confusion["layers"]] == [2, 2, 2]
     assert len(sections["locality"]["models"]["InLine"]) == 3
@@ -61,21 +61,21 @@ def test_a_trained_model_is_looked_into(run, tmp_path, capfd):
     assert masking["images"] == 6
     assert {one["side"] for one in masking["masked"]} == {3, 5}
     assert len(sections["maps"]["models"]["InLine"]) == 3
-    drawings = {path.name for path in (tmp_path / "new" / "figures").iterdir()}
-    assert len(drawings) == 2 * 6
-    assert {"confusion.png", "locality.svg", "masking.png", "maps-3.svg"} <= drawings
+    figures = {path.name for path in (tmp_path / "new" / "figures").iterdir()}
+    assert len(figures) == 2 * 6
+    assert {"confusion.png", "locality.svg", "masking.png", "maps-3.svg"} <= figures
     said = capfd.readouterr().err
     assert "InLine: masking" in said
     assert "analysis.html" in said
 
 
 @pytest.fixture
-def no_drawings(monkeypatch):
-    """Drawings are not written, because that takes a while."""
-    monkeypatch.setattr(Report, "save_drawings", lambda report, folder: None)
+def no_figures(monkeypatch):
+    """Do not write figures, which takes a while."""
+    monkeypatch.setattr(Report, "save_figures", lambda report, folder: None)
 
 
-@pytest.mark.usefixtures("no_drawings")
+@pytest.mark.usefixtures("no_figures")
 def test_untrained_models_stand_side_by_side_with_a_warning(tmp_path, capfd):
     models = [f"{TINY},attention={word}" for word in ("linear", "inline")]
     options = {"data": "embedded", "images": 2, "confusion_images": 2, "img_size": 32}
@@ -83,7 +83,7 @@ def test_untrained_models_stand_side_by_side_with_a_warning(tmp_path, capfd):
     page = path.read_text()
     assert "The weights are random" in page
     assert "warning: The weights are random" in capfd.readouterr().err
-    assert "linear is left out: it has random weights, so its accuracy tells nothing." in page
+    assert "linear is left out: it has random weights, so its accuracy is meaningless." in page
     sections = read(tmp_path)
     assert sections["masking"] == {"verdict": None, "models": {}}
     assert list(sections["locality"]["models"]) == ["linear", "InLine"]
@@ -134,8 +134,8 @@ def test_masking_needs_a_map_and_keys_on_it():
     assert len(found.locality) < len(found.confusion.layers) == 4
 
 
-@pytest.mark.usefixtures("no_drawings")
-def test_a_model_for_other_classes_is_looked_into_without_masking(run, tmp_path):
+@pytest.mark.usefixtures("no_figures")
+def test_a_model_for_other_classes_is_analyzed_without_masking(run, tmp_path):
     generator = np.random.default_rng(0)
     for kind in ("cat", "dog"):
         (tmp_path / "val" / kind).mkdir(parents=True)
@@ -147,7 +147,7 @@ def test_a_model_for_other_classes_is_looked_into_without_masking(run, tmp_path)
     assert len(read(tmp_path / "out")["locality"]["models"]["InLine"]) == 3
 
 
-@pytest.mark.usefixtures("no_drawings")
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize(("data", "images"), [(None, 4), ("embedded", 5)])
 def test_the_images_are_those_that_are_named(data, images, run, tmp_path):
     """Even if they are the ones that would be taken without a run."""
@@ -223,5 +223,5 @@ def test_mistakes_are_refused_before_anything_is_written(options, sentence, tmp_
 
 
 def test_a_model_without_attention_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no attention that can be looked into"):
+    with pytest.raises(ValueError, match="has no attention that can be inspected"):
         analyze_command(["resnet10t"], untrained=True, images=1, img_size=64, output=str(tmp_path))

@@ -54,7 +54,7 @@ def test_thresholds_are_relative_to_the_longer(make_layer):
     assert counts(layer, delta=0.09) == (2, 2)
     assert counts(layer, delta=0.46) == (1, 1)
     softmax = make_layer(q, draw(1, 1, 3, 2), kind="softmax")
-    rows = softmax.rows()[0, 0]
+    rows = softmax.attention_weights()[0, 0]
     nearest = float((rows[0] - rows[1]).norm() / max(rows[0].norm(), rows[1].norm()))
     assert counts(softmax, delta=0.08, epsilon=0.99 * nearest) == (3, 0)
     assert counts(softmax, delta=0.08, epsilon=1.01 * nearest) == (3, 1)
@@ -73,8 +73,8 @@ def test_pieces_change_nothing(make_layer, monkeypatch):
     q = torch.cat([draw(2, 2, 11, 4), draw(2, 2, 1, 4).abs() * torch.arange(1, 13)[:, None]], dim=2)
     layer = make_layer(q, draw(2, 2, 23, 4), kind="linear")
     whole = count_confused_pairs(layer, delta=0.05)
-    monkeypatch.setattr(layer_module, "PIECE", 4 * 23 * 5)
-    assert len(list(layer.pieces())) == 5
+    monkeypatch.setattr(layer_module, "CHUNK", 4 * 23 * 5)
+    assert len(list(layer.chunks())) == 5
     torch.testing.assert_close(count_confused_pairs(layer, delta=0.05), whole, rtol=0, atol=0)
     # Of those that were drawn at random some are collinear under ReLU, too.
     assert all(2 * 66 <= confused < 2 * 253 for confused in whole[1].tolist())

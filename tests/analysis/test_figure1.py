@@ -5,19 +5,19 @@ import json
 import pytest
 import torch
 
-from inlinevit.analysis import figure1 as room
-from inlinevit.analysis.figure1 import ATTENTIONS, draw_figure1, figure1, figure1_cases
+from inlinevit.analysis import figure1 as module
+from inlinevit.analysis.figure1 import ATTENTIONS, figure1, figure1_cases, plot_figure1
 from tests import GOLDEN
 
 PRINTED = json.loads((GOLDEN / "figure1.json").read_text())
 
 
 def test_coordinates_are_those_of_the_data():
-    assert [list(point) for point in room.KEYS] == PRINTED["K"]
-    assert [list(point) for point in room.COLLINEAR_QUERIES] == PRINTED["Qa"]
-    assert [list(point) for point in room.OTHER_QUERIES] == PRINTED["Qb"]
-    assert [list(row) for row in room.A] == PRINTED["A"]
-    assert list(room.B) == PRINTED["b"]
+    assert [list(point) for point in module.KEYS] == PRINTED["K"]
+    assert [list(point) for point in module.COLLINEAR_QUERIES] == PRINTED["Qa"]
+    assert [list(point) for point in module.OTHER_QUERIES] == PRINTED["Qb"]
+    assert [list(row) for row in module.A] == PRINTED["A"]
+    assert list(module.B) == PRINTED["b"]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -34,9 +34,9 @@ def test_queries_lie_on_one_ray_where_they_should():
         torch.testing.assert_close(directions, directions[:1].expand(4, 2), rtol=1e-3, atol=1e-3)
 
 
-def test_drawing_shows_every_number_and_which_rows_are_the_same():
+def test_figure_shows_every_number_and_which_rows_are_the_same():
     cases = figure1_cases()
-    axes = draw_figure1(cases).axes
+    axes = plot_figure1(cases).axes
     assert len(axes) == 8
     texts = [text.get_text() for panel in axes for text in panel.texts]
     numbers = [float(text) for text in texts if text.startswith("0.")]
@@ -44,9 +44,9 @@ def test_drawing_shows_every_number_and_which_rows_are_the_same():
     assert numbers == [round(score, 2) for score in expected]
     verdicts = {panel.get_title(): panel.get_xlabel() for panel in axes if panel.get_title()}
     assert verdicts == {
-        "softmax": "every row its own",
+        "softmax": "all rows different",
         "linear": "all rows the same",
-        "InLine": "every row its own",
+        "InLine": "all rows different",
     }
 
 

@@ -81,7 +81,7 @@ def projected(model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, dic
 def outputs_by_rows(layer: Layer) -> torch.Tensor:
     """Rows times values, channel by channel, with all of a channel's kernel in them."""
     channels = [
-        (layer.total_rows(channel=channel) @ layer.v[..., channel : channel + 1])
+        (layer.total_weights(channel=channel) @ layer.v[..., channel : channel + 1])
         for channel in range(layer.v.shape[-1])
     ]
     out = torch.cat(channels, dim=-1)
@@ -180,10 +180,10 @@ def test_hooks_are_gone_after_an_error():
 def test_wrong_models_are_refused():
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
         watch(timm.create_model("inline_deit_tiny", depth=1), torch.randn(1, 3, 32, 32), print)
-    with pytest.raises(ValueError, match="no attention that can be looked into"):
+    with pytest.raises(ValueError, match="no attention that can be inspected"):
         watch(timm.create_model("resnet18").eval(), torch.randn(1, 3, 32, 32), print)
     model = timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1).eval()
-    with pytest.raises(ValueError, match="no plain softmax attention"):
+    with pytest.raises(ValueError, match="not plain softmax attention"):
         watch(model, torch.randn(1, 3, 256, 256), print)
 
 

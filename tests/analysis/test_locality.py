@@ -83,8 +83,8 @@ def test_negative_weights_count_as_negative(layer_of_rows):
 def test_pieces_change_nothing(layer_of_rows, monkeypatch):
     layer = layer_of_rows(torch.rand(21, 21, dtype=torch.float64), (4, 5))
     whole = layer_locality(layer)
-    monkeypatch.setattr(layer_module, "PIECE", 21 * 4)
-    assert len(list(layer.pieces())) == 6
+    monkeypatch.setattr(layer_module, "CHUNK", 21 * 4)
+    assert len(list(layer.chunks())) == 6
     pieces = layer_locality(layer)
     assert pieces.attention == pytest.approx(whole.attention, rel=1e-12)
     assert pieces.uniform == pytest.approx(whole.uniform, rel=1e-12)

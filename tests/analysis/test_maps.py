@@ -24,8 +24,8 @@ def test_a_map_is_the_row_of_its_query():
         layer = next(layer for layer in layers if layer.name == found.layer)
         token = 1 + found.query[0] * 7 + found.query[1]
         # Without the class token.
-        torch.testing.assert_close(found.weights, layer.rows()[0, :, token, 1:].view(2, 5, 7))
-        torch.testing.assert_close(found.total, layer.total_rows()[0, :, token, 1:].view(2, 5, 7))
+        torch.testing.assert_close(found.weights, layer.attention_weights()[0, :, token, 1:].view(2, 5, 7))
+        torch.testing.assert_close(found.total, layer.total_weights()[0, :, token, 1:].view(2, 5, 7))
         assert not torch.equal(found.weights, found.total)
 
 

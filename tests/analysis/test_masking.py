@@ -35,7 +35,7 @@ def test_masked_attention_is_attention_without_those_tokens(word, how):
     layer, mixer = layer_of(model), model.stages[0].blocks[0].attn
     see = hide_near(5) if how == "near" else hide_at_random(5, torch.Generator().manual_seed(1))
     seen = see(layer, 0, layer.tokens)
-    rows = layer.rows(seen=seen.unsqueeze(1))
+    rows = layer.attention_weights(attn_mask=seen.unsqueeze(1))
     windows = mixer.layout((8, 8))[0]
     keys = mixer.add_positions(layer.k, windows) if word == "focused" else layer.k
     for query in (0, 1, 9, 30, 64):

@@ -1,4 +1,4 @@
-"""Drawings show what they are given: every model, zero, negative weights, what is out of sight."""
+"""Figures show every model, zero, negative weights, and what is outside of windows."""
 
 import io
 import itertools
@@ -7,31 +7,15 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from inlinevit.analysis.confusion import Confusion, LayerConfusion
 from inlinevit.analysis.locality import LayerLocality
+from inlinevit.analysis.map_plots import UNSEEN, View, break_lines, maps_figure, scale_ticks, shared_scale
 from inlinevit.analysis.maps import AttentionMap
 from inlinevit.analysis.masking import MaskedAccuracy, Masking
-from inlinevit.analysis.plots import (
-    UNSEEN,
-    View,
-    add_legend,
-    broken,
-    chosen_layers,
-    confusion_figure,
-    histogram,
-    legend_columns,
-    line_of,
-    locality_figure,
-    log_edges,
-    maps_figure,
-    masking_figure,
-    scale_ticks,
-    shared_scale,
-)
-from inlinevit.report import STYLES, save_drawing, styles_of
-from inlinevit.report.plots import Style
+from inlinevit.analysis.plots import confusion_figure, histogram, locality_figure, log_edges, masking_figure
+from inlinevit.report import STYLES, Line, Panel, Style, lines_figure, save_figure, styles_of
+from inlinevit.report.style import legend_columns
 
 THREE = {"softmax": "softmax", "linear": "linear", "InLine": "inline"}
 ONE = {"InLine": "inline"}
@@ -80,10 +64,10 @@ def figures(models):
 
 
 @ALL
-def test_every_drawing_can_be_written_and_names_every_model(models, tmp_path):
+def test_every_figure_can_be_written_and_names_every_model(models, tmp_path):
     for name, figure in figures(models).items():
         if models is THREE:
-            save_drawing(figure, tmp_path, name)
+            save_figure(figure, tmp_path, name)
         shown = {text.get_text() for axes in figure.axes for text in (axes.title, axes._left_title, axes.yaxis.label)}
         shown |= {text.get_text() for legend in figure.legends for text in legend.get_texts()}
         shown |= {text.replace("\n", " ").split(",")[0] for text in shown}
@@ -129,7 +113,7 @@ def test_a_convolution_has_a_line_of_its_own():
         "linear",
         "InLine, with its convolution",
         "InLine, attention alone",
-        "attention that is the same everywhere",
+        "uniform attention",
     ]
     by_color = [line for line in figure.axes[0].lines if line.get_color() == STYLES["inline"].color]
     assert {(line.get_linestyle(), line.get_ydata()[0]) for line in by_color} == {
@@ -138,7 +122,7 @@ def test_a_convolution_has_a_line_of_its_own():
     }
 
 
-def test_masking_begins_where_nothing_is_hidden():
+def test_masking_begins_with_nothing_hidden():
     figure = masking_figure({"softmax": masking()}, styles_of({"softmax": "softmax"}))
     near, random = figure.axes[0].lines
     assert list(near.get_ydata()) == [80, 60, 60]
@@ -169,19 +153,19 @@ def test_scale_shows_weak_and_strong_weights_apart():
     assert shared_scale([np.zeros((2, 2), np.float32)]).vmax > 0
 
 
-def test_long_names_are_broken_and_legends_stay_within_the_drawing():
-    assert broken("InLine, attention alone") == "InLine, attention\nalone"
-    assert broken("swin_tiny_patch4_window7_224") == "swin_tiny_patch4_\nwindow7_224"
-    assert broken("x" * 40) == "x" * 40
+def test_long_names_are_broken_and_legends_stay_within_the_figure():
+    assert break_lines("InLine, attention alone") == "InLine, attention\nalone"
+    assert break_lines("swin_tiny_patch4_window7_224") == "swin_tiny_patch4_\nwindow7_224"
+    assert break_lines("x" * 40) == "x" * 40
     names = ["softmax", "swin_tiny_patch4_window7_224", "linear"]
     assert legend_columns(names, 4.3) == 1
     assert legend_columns(["softmax", "linear", "InLine"], 4.3) == 3
 
 
 def test_layers_that_are_shown():
-    assert chosen_layers(1) == [0]
-    assert chosen_layers(3) == [0, 1, 2]
-    assert chosen_layers(12) == [0, 4, 7, 11]
+    assert view("softmax", depth=1).shown == [0]
+    assert view("softmax", depth=3).shown == [0, 1, 2]
+    assert view("softmax", depth=12).shown == [0, 4, 7, 11]
 
 
 def test_models_of_different_depth_stand_side_by_side(tmp_path):
@@ -191,13 +175,13 @@ def test_models_of_different_depth_stand_side_by_side(tmp_path):
     assert "layer 12 of 12" in titles
     assert "layer 2 of 2" in titles
     layers = {"deep": localities("softmax", 12), "flat": localities("inline", 2)}
-    save_drawing(locality_figure(layers, styles_of({"deep": "softmax", "flat": "inline"})), tmp_path, "locality")
+    save_figure(locality_figure(layers, styles_of({"deep": "softmax", "flat": "inline"})), tmp_path, "locality")
 
 
 def test_names_are_not_formulas() -> None:
-    """The folder of a run may be called anything."""
-    figure = Figure(layout="constrained")
-    add_legend(figure, [line_of(Style("$\\frac$ {", "#000000", "o", "-"))])
+    """The folder of a run may have any name."""
+    style = Style("$\\frac$ {", "#000000", "o", "-")
+    figure = lines_figure([Panel("x", style.name, [Line(style, [1], [2])], style.name)])
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     assert buffer.tell() > 1000

@@ -1,4 +1,4 @@
-"""Sections say what the numbers say, also where those are not what is expected."""
+"""Verdicts follow from the numbers, also where those are not as expected."""
 
 import json
 import math
@@ -9,19 +9,15 @@ import torch
 
 from inlinevit.analysis.confusion import Confusion, LayerConfusion
 from inlinevit.analysis.locality import LayerLocality
+from inlinevit.analysis.map_plots import View
 from inlinevit.analysis.maps import AttentionMap
 from inlinevit.analysis.masking import MaskedAccuracy, Masking
-from inlinevit.analysis.plots import View
-from inlinevit.analysis.sections import (
-    Analysis,
-    analysis_sections,
-    confusion_verdict,
-    locality_verdict,
-    masking_verdict,
-    negative_share,
-    percent,
-    plain,
-)
+from inlinevit.analysis.sections import Analysis, analysis_sections
+from inlinevit.analysis.sections.common import percent, to_json
+from inlinevit.analysis.sections.confusion import confusion_verdict
+from inlinevit.analysis.sections.locality import locality_verdict
+from inlinevit.analysis.sections.maps import negative_share
+from inlinevit.analysis.sections.masking import masking_verdict
 from inlinevit.report import Picture, Table, Text
 
 
@@ -51,7 +47,7 @@ THREE = [analysis("softmax"), analysis("linear", confused=300, near=0.16), analy
 
 
 @pytest.mark.parametrize("analyses", [THREE, THREE[2:]], ids=["three", "one"])
-def test_each_section_explains_shows_and_tells(analyses):
+def test_each_section_has_text_figures_and_a_verdict(analyses):
     sections = analysis_sections(analyses)
     assert [section.key for section in sections] == ["confusion", "locality", "masking", "maps"]
     for section in sections:
@@ -61,7 +57,7 @@ def test_each_section_explains_shows_and_tells(analyses):
         assert any(isinstance(block, Picture) for block in section.blocks)
         names = {row[0] for block in section.blocks if isinstance(block, Table) for row in block.rows}
         assert {one.label for one in analyses} <= names
-    # As JSON, too: NaN is none of its words.
+    # As JSON, too, which has no NaN.
     json.dumps([section.data for section in sections], allow_nan=False)
 
 
@@ -79,7 +75,7 @@ def test_data_are_the_dataclasses():
 
 @pytest.mark.parametrize(
     ("linear", "inline", "outcome"),
-    [(300, 2, "as theory has it"), (0, 0, "not show"), (2, 300, "not show")],
+    [(300, 2, "As theory predicts"), (0, 0, "not visible"), (2, 300, "not visible")],
 )
 def test_verdict_on_confusion(linear, inline, outcome):
     text = confusion_verdict(
@@ -91,13 +87,13 @@ def test_verdict_on_confusion(linear, inline, outcome):
 
 def test_verdict_on_confusion_of_one_model_is_a_number():
     text = confusion_verdict([analysis("linear", confused=300)])
-    assert text == "Of all pairs of different queries, these shares get the same row: linear 30.0 %."
+    assert text == "Of all pairs of different queries, these percentages have the same row: linear 30.0 %."
 
 
 def test_verdict_on_locality():
     text = locality_verdict(THREE)
     assert "softmax 1.33, linear 1.07 and inline 3.33 (1.33 without its convolution)" in text
-    assert "as the paper found" in text
+    assert "as in the paper" in text
     assert "makes it more local" in text
     text = locality_verdict([analysis("softmax", near=0.1), analysis("linear"), analysis("inline", added=-0.1)])
     assert "here it is not" in text
@@ -110,7 +106,7 @@ def test_verdict_on_locality():
         ((20.0, 10.0), 4000, "loses 20.0 points without the 3×3 neighbourhood and loses 10.0 points without as many"),
         ((20.0, 10.0), 4000, "the neighbourhood matters more"),
         ((10.0, 20.0), 4000, "the neighbourhood matters less"),
-        ((20.0, 10.0), 40, "no more of a difference than chance"),
+        ((20.0, 10.0), 40, "a difference within chance"),
         ((20.0, -1.5), 40, "gains 1.5 points"),
     ],
 )
@@ -124,7 +120,7 @@ def test_share_of_negative_weights():
     assert negative_share(analysis("inline", negative=0.1)) == pytest.approx(0.1 / (0.1 + 47 * 0.02), rel=1e-4)
 
 
-def test_what_could_not_be_measured_is_said():
+def test_what_could_not_be_measured_is_reported():
     reduced = analysis("softmax", label="pvt")
     reduced.locality, reduced.masking, reduced.no_masking = [], None, "its keys have no places"
     for view in reduced.views:
@@ -149,4 +145,4 @@ def test_models_of_different_depth_share_a_table():
 
 def test_small_shares_are_not_rounded_to_nothing():
     assert [percent(share) for share in (0, 0.25, 0.0012, 0.00001234)] == ["0", "25.0", "0.1", "0.001"]
-    assert plain({"a": (1, math.inf, 0.1 + 0.2)}) == {"a": [1, None, 0.3]}
+    assert to_json({"a": (1, math.inf, 0.1 + 0.2)}) == {"a": [1, None, 0.3]}

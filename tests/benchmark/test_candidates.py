@@ -1,11 +1,11 @@
-"""What can be measured, and what is refused in a sentence."""
+"""Candidates, and what is refused."""
 
 import re
 
 import pytest
 import torch
 
-from inlinevit.benchmark.candidates import create_model, layer_rounds, model_rounds
+from inlinevit.benchmark.candidates import create_model, layer_comparisons, model_comparisons
 from inlinevit.layers.inline_attention import PATHS
 from inlinevit.models.factory import parse_model
 
@@ -36,7 +36,7 @@ def test_a_wrong_model_is_refused(text, remedy):
         parse_model(text)
 
 
-def test_models_that_know_no_image_size_can_be_made():
+def test_models_without_an_image_size_can_be_built():
     assert create_model("resnet18", {}, 64)(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 
 
@@ -50,52 +50,54 @@ def test_an_option_that_a_model_does_not_have_is_refused():
         create_model("resnet18", {"windows": 3}, 64)
 
 
-def test_each_size_and_batch_is_a_turn_of_all_models():
-    turns = model_rounds(["resnet18", "inline_deit_tiny"], [32, 64], [1, 2])
-    assert [turn.title for turn in turns] == ["32², batch 1", "64², batch 1", "32², batch 2", "64², batch 2"]
-    assert [candidate.name for candidate in turns[0].candidates] == ["resnet18", "inline_deit_tiny"]
-    _, images = turns[3].candidates[0].make(CPU)
+def test_each_size_and_batch_is_a_comparison_of_all_models():
+    comparisons = model_comparisons(["resnet18", "inline_deit_tiny"], [32, 64], [1, 2])
+    assert [one.title for one in comparisons] == ["32², batch 1", "64², batch 1", "32², batch 2", "64², batch 2"]
+    assert [candidate.name for candidate in comparisons[0].candidates] == ["resnet18", "inline_deit_tiny"]
+    _, images = comparisons[3].candidates[0].make(CPU)
     assert images.shape == (2, 3, 64, 64)
 
 
 @pytest.mark.parametrize(
     ("size", "batch", "message"),
     [
-        (225, 1, "size 225 is no multiple of 32: 224 or 256 would be"),
-        (-32, 1, "size -32 is no multiple of 32"),
-        (0, 1, "size 0 is no multiple of 32: 32 or 64 would be"),
+        (225, 1, "size 225 is not a multiple of 32: use 224 or 256"),
+        (-32, 1, "size -32 is not a multiple of 32"),
+        (0, 1, "size 0 is not a multiple of 32: use 32 or 64"),
         (32, -1, "batch is -1: it should be at least 1"),
     ],
 )
-def test_sizes_and_batches_that_make_no_sense_are_refused(size, batch, message):
+def test_invalid_sizes_and_batches_are_refused(size, batch, message):
     with pytest.raises(ValueError, match=message):
-        model_rounds(["resnet18"], [size], [batch])
+        model_comparisons(["resnet18"], [size], [batch])
 
 
 def test_a_layer_is_measured_by_each_path():
-    (turn,) = layer_rounds(tokens=[16], dim=8, heads=2, batch=3)
-    names = [candidate.name for candidate in turn.candidates]
+    (comparison,) = layer_comparisons(tokens=[16], dim=8, heads=2, batch=3)
+    names = [candidate.name for candidate in comparison.candidates]
     assert names == ["projections", "InLine", *(f"InLine, {path}" for path in PATHS), "linear", "softmax"]
-    for candidate in turn.candidates:
+    for candidate in comparison.candidates:
         module, tokens = candidate.make(CPU)
         assert tokens.shape == (3, 16, 8)
         outputs = module(tokens)
         shapes = [out.shape for out in outputs] if isinstance(outputs, tuple) else [outputs.shape]
         assert shapes == ([(3, 16, 24), (3, 16, 8)] if candidate.name == "projections" else [(3, 16, 8)])
-    assert {candidate.kin for candidate in turn.candidates if candidate.name.startswith("InLine")} == {"InLine"}
+    assert {candidate.output_group for candidate in comparison.candidates if candidate.name.startswith("InLine")} == {
+        "InLine"
+    }
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": [50]}, "50 tokens make no square map: 49 or 64 would"),
-        ({"tokens": [-4]}, "-4 tokens make no square map"),
+        ({"tokens": [50]}, "50 tokens are not a square map: use 49 or 64"),
+        ({"tokens": [-4]}, "-4 tokens are not a square map"),
         ({"dim": 9}, "heads should divide dim"),
         ({"dim": -8}, "dim is -8: it should be at least 1"),
         ({"heads": 0}, "heads is 0: it should be at least 1"),
         ({"batch": 0}, "batch is 0: it should be at least 1"),
     ],
 )
-def test_layers_that_make_no_sense_are_refused(options, message):
+def test_invalid_layers_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        layer_rounds(**{"tokens": [16], "dim": 8, "heads": 2, "batch": 1, **options})
+        layer_comparisons(**{"tokens": [16], "dim": 8, "heads": 2, "batch": 1, **options})

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from inlinevit.benchmark import machine
-from inlinevit.benchmark.detectors import OBJECTS, count_flops, detector_rounds
-from inlinevit.benchmark.measure import Conditions, measure, nominal_flops
+from inlinevit.benchmark.detectors import OBJECTS, count_flops, detector_comparisons
+from inlinevit.benchmark.measure import Conditions, measure
+from inlinevit.benchmark.workload import nominal_flops
 from inlinevit.tasks.detection.cost import BOXES, MASKS, detector_cost, stages_of
 
 CPU = torch.device("cpu")
@@ -17,7 +18,7 @@ INLINE, SOFTMAX = f"inline_pvt_tiny:{SMALL}", f"pvt_tiny:{SMALL},sr_ratios=[1,1,
 
 @pytest.fixture(autouse=True)
 def small_heads(monkeypatch):
-    """Products and heads that take little time."""
+    """Fast matrix products and small heads."""
     from inlinevit.benchmark import detectors
 
     def config(**options):
@@ -29,7 +30,7 @@ def small_heads(monkeypatch):
 
 
 def seen_regions(detector):
-    """Where the numbers of regions that each head sees will be written, head by head."""
+    """Return a list that is filled with the number of regions of each head."""
     seen = []
     for stage in stages_of(detector):
         for head in (stage.box_head, stage.mask_head):
@@ -40,8 +41,8 @@ def seen_regions(detector):
 @pytest.mark.parametrize("kind", ["mask_rcnn", "cascade_mask_rcnn"])
 @pytest.mark.parametrize("backbone", [INLINE, SOFTMAX])
 def test_all_heads_see_as_many_regions_as_are_counted(kind, backbone):
-    (turn,) = detector_rounds([backbone], [kind], 64, 96)
-    module, image = turn.candidates[0].make(CPU)
+    (comparison,) = detector_comparisons([backbone], [kind], 64, 96)
+    module, image = comparison.candidates[0].make(CPU)
     seen = seen_regions(module.detector)
     with torch.no_grad():
         outputs = module.eval()(image)
@@ -51,8 +52,8 @@ def test_all_heads_see_as_many_regions_as_are_counted(kind, backbone):
 
 
 def test_training_has_losses_and_masks_of_all_objects():
-    (turn,) = detector_rounds([INLINE], ["mask_rcnn"], 64, 96)
-    module, image = turn.candidates[0].make(CPU)
+    (comparison,) = detector_comparisons([INLINE], ["mask_rcnn"], 64, 96)
+    module, image = comparison.candidates[0].make(CPU)
     seen = seen_regions(module.detector)
     losses = module.train()(image)
     assert all(loss.shape == () and loss.isfinite() for loss in losses)
@@ -62,24 +63,24 @@ def test_training_has_losses_and_masks_of_all_objects():
 
 
 def test_the_same_weights_and_images_each_time():
-    (turn,) = detector_rounds([INLINE], ["mask_rcnn"], 64, 96)
+    (comparison,) = detector_comparisons([INLINE], ["mask_rcnn"], 64, 96)
     state = torch.random.get_rng_state()
-    (module, image), (again, same) = (turn.candidates[0].make(CPU) for _ in range(2))
+    (module, image), (again, same) = (comparison.candidates[0].make(CPU) for _ in range(2))
     assert torch.equal(image, same)
     assert all(torch.equal(one, other) for one, other in zip(module.parameters(), again.parameters(), strict=True))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_images_with_too_few_regions_are_refused():
-    (turn,) = detector_rounds([INLINE], ["mask_rcnn"], 32, 32)
-    module, image = turn.candidates[0].make(CPU)
-    with pytest.raises(ValueError, match="take larger images"), torch.no_grad():
+    (comparison,) = detector_comparisons([INLINE], ["mask_rcnn"], 32, 32)
+    module, image = comparison.candidates[0].make(CPU)
+    with pytest.raises(ValueError, match="use larger images"), torch.no_grad():
         module.eval()(image)
 
 
 def test_operations_are_those_of_the_whole_detector():
-    (turn,) = detector_rounds([INLINE], ["mask_rcnn"], 64, 96)
-    module, image = turn.candidates[0].make(CPU)
+    (comparison,) = detector_comparisons([INLINE], ["mask_rcnn"], 64, 96)
+    module, image = comparison.candidates[0].make(CPU)
     detector = deepcopy(module.detector).to("meta")
     assert count_flops(module.eval(), image) == 2e9 * detector_cost(detector, (64, 96))[1]
     assert nominal_flops(module, image, count_flops) == count_flops(module, image)
@@ -88,8 +89,10 @@ def test_operations_are_those_of_the_whole_detector():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_detectors_are_measured_side_by_side(backward):
-    turns = detector_rounds([INLINE, SOFTMAX], ["mask_rcnn"], 64, 96)
-    results = measure("detection", turns, ["eager"], Conditions(threads=1, rounds=2, patience=0.1, backward=backward))
+    comparisons = detector_comparisons([INLINE, SOFTMAX], ["mask_rcnn"], 64, 96)
+    results = measure(
+        "detection", comparisons, ["eager"], Conditions(threads=1, rounds=2, patience=0.1, backward=backward)
+    )
     assert [one.name for one in results.measurements] == [INLINE, SOFTMAX]
     for one in results.measurements:
         assert (one.size, one.width, one.batch) == (64, 96, 1)

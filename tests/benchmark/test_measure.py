@@ -1,29 +1,19 @@
-"""Measuring. No figure is expected to have a value: here it is shown that what is compared can be compared."""
+"""What is compared can be compared: outputs agree, operations and memory are counted, limits are kept."""
 
 import pytest
 import timm
 import torch
 from torch import nn
 
+from inlinevit.benchmark import limits as limits_module
 from inlinevit.benchmark import machine
-from inlinevit.benchmark import measure as room
-from inlinevit.benchmark.candidates import OnGrid, layer_rounds, model_rounds
-from inlinevit.benchmark.measure import (
-    MODES,
-    TOLERANCE,
-    Candidate,
-    Conditions,
-    Limits,
-    Measurement,
-    Rival,
-    Round,
-    best_modes,
-    draw_input,
-    draw_weights,
-    measure,
-    nominal_flops,
-)
+from inlinevit.benchmark import measure as measure_module
+from inlinevit.benchmark.candidates import OnGrid, layer_comparisons, model_comparisons
+from inlinevit.benchmark.limits import Limits
+from inlinevit.benchmark.measure import MODES, TOLERANCE, Conditions, measure
+from inlinevit.benchmark.results import Measurement, Results
 from inlinevit.benchmark.timing import Quartiles
+from inlinevit.benchmark.workload import Candidate, Comparison, draw_input, draw_weights, nominal_flops
 from inlinevit.layers import InLineAttention
 from inlinevit.models import catalog
 
@@ -33,11 +23,11 @@ TINY = "inline_deit_tiny:embed_dim=16,depth=2,num_heads=2,num_classes=5"
 
 @pytest.fixture(autouse=True)
 def small_matrices(monkeypatch):
-    """Products that take no time."""
+    """Fast matrix products."""
     monkeypatch.setattr(machine, "GEMM_SIDE", 8)
 
 
-def linear_contender(name, factor=1.0, kin="", width=4):
+def linear_candidate(name, factor=1.0, group="", width=4):
     def make(device):
         layer = nn.Linear(width, width)
         draw_weights(layer)
@@ -45,14 +35,17 @@ def linear_contender(name, factor=1.0, kin="", width=4):
             layer.weight *= factor
         return layer, draw_input(3, width, device=device)
 
-    return Candidate(name, width, make, kin)
+    return Candidate(name, width, make, group)
 
 
-def test_all_contenders_are_measured_in_all_modes(monkeypatch):
+def test_all_candidates_are_measured_in_all_modes(monkeypatch):
     monkeypatch.setitem(MODES, "other", lambda module: module)
-    turns = [Round("first", 3, [linear_contender("a"), linear_contender("b", 2.0)]), Round("last", 3, [])]
-    results = measure("test", turns, ["eager", "other"], QUICK, colour="red")
-    assert [(one.turn, one.name, one.mode) for one in results.measurements] == [
+    comparisons = [
+        Comparison("first", 3, [linear_candidate("a"), linear_candidate("b", 2.0)]),
+        Comparison("last", 3, []),
+    ]
+    results = measure("test", comparisons, ["eager", "other"], QUICK, colour="red")
+    assert [(one.comparison, one.name, one.mode) for one in results.measurements] == [
         ("first", "a", "eager"),
         ("first", "a", "other"),
         ("first", "b", "eager"),
@@ -71,27 +64,32 @@ def test_all_contenders_are_measured_in_all_modes(monkeypatch):
 def test_threads_are_pinned_and_given_back():
     seen = []
 
-    class Watch(nn.Linear):
+    class Recorder(nn.Linear):
         def forward(self, x):
             seen.append(torch.get_num_threads())
             return super().forward(x)
 
     before = torch.get_num_threads()
-    candidate = Candidate("a", 4, lambda device: (Watch(4, 4), draw_input(3, 4, device=device)))
-    measure("test", [Round("t", 3, [candidate])], ["eager"], Conditions(threads=before + 1, rounds=2))
+    candidate = Candidate("a", 4, lambda device: (Recorder(4, 4), draw_input(3, 4, device=device)))
+    measure("test", [Comparison("t", 3, [candidate])], ["eager"], Conditions(threads=before + 1, rounds=2))
     assert set(seen) == {before + 1}
     assert torch.get_num_threads() == before
 
 
-def test_kin_that_answer_alike_are_accepted_and_others_refused():
-    measure("test", [Round("t", 3, [linear_contender("a", kin="k"), linear_contender("b", kin="k")])], ["eager"], QUICK)
-    wrong = linear_contender("b", 1 + 10 * TOLERANCE, kin="k")
-    with pytest.raises(ValueError, match=r"a \(eager\) and b \(eager\) should answer alike, but differ by 0\.00"):
-        measure("test", [Round("t", 3, [linear_contender("a", kin="k"), wrong])], ["eager"], QUICK)
+def test_outputs_of_one_group_must_agree():
+    measure(
+        "test",
+        [Comparison("t", 3, [linear_candidate("a", group="k"), linear_candidate("b", group="k")])],
+        ["eager"],
+        QUICK,
+    )
+    wrong = linear_candidate("b", 1 + 10 * TOLERANCE, group="k")
+    with pytest.raises(ValueError, match=r"outputs of a \(eager\) and b \(eager\) should agree, but differ by 0\.00"):
+        measure("test", [Comparison("t", 3, [linear_candidate("a", group="k"), wrong])], ["eager"], QUICK)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 2.0])
-def test_a_mode_with_other_answers_is_refused(monkeypatch, wrong):
+def test_a_mode_with_other_outputs_is_refused(monkeypatch, wrong):
     class Wrong(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -101,8 +99,8 @@ def test_a_mode_with_other_answers_is_refused(monkeypatch, wrong):
             return wrong * self.module(x)
 
     monkeypatch.setitem(MODES, "wrong", Wrong)
-    with pytest.raises(ValueError, match=r"a \(eager\) and a \(wrong\) should answer alike"):
-        measure("test", [Round("t", 3, [linear_contender("a")])], ["eager", "wrong"], QUICK)
+    with pytest.raises(ValueError, match=r"a \(eager\) and a \(wrong\) should agree"):
+        measure("test", [Comparison("t", 3, [linear_candidate("a")])], ["eager", "wrong"], QUICK)
 
 
 def test_wrong_gradients_are_refused(monkeypatch):
@@ -116,21 +114,21 @@ def test_wrong_gradients_are_refused(monkeypatch):
             return 2 * out - out.detach()
 
     monkeypatch.setitem(MODES, "wrong", WrongGradient)
-    turns = [Round("t", 3, [linear_contender("a")])]
-    measure("test", turns, ["eager", "wrong"], QUICK)
-    with pytest.raises(ValueError, match="should answer alike"):
-        measure("test", turns, ["eager", "wrong"], Conditions(threads=1, rounds=2, backward=True))
+    comparisons = [Comparison("t", 3, [linear_candidate("a")])]
+    measure("test", comparisons, ["eager", "wrong"], QUICK)
+    with pytest.raises(ValueError, match="should agree"):
+        measure("test", comparisons, ["eager", "wrong"], Conditions(threads=1, rounds=2, backward=True))
 
 
 def test_a_broken_path_is_refused(monkeypatch):
-    turns = layer_rounds(tokens=[16], dim=8, heads=2, batch=2)
-    measure("layer", turns, ["eager"], QUICK)
+    comparisons = layer_comparisons(tokens=[16], dim=8, heads=2, batch=2)
+    measure("layer", comparisons, ["eager"], QUICK)
     right = InLineAttention.attend_folded
     monkeypatch.setattr(
         InLineAttention, "attend_folded", lambda self, x, size, context: 1.01 * right(self, x, size, context)
     )
-    with pytest.raises(ValueError, match=r"InLine.* and InLine.* should answer alike, but differ by"):
-        measure("layer", turns, ["eager"], QUICK)
+    with pytest.raises(ValueError, match=r"InLine.* and InLine.* should agree, but differ by"):
+        measure("layer", comparisons, ["eager"], QUICK)
 
 
 def test_a_path_that_does_not_apply_is_left_out_with_a_note():
@@ -140,56 +138,68 @@ def test_a_path_that_does_not_apply_is_left_out_with_a_note():
         return OnGrid(layer, 3), draw_input(1, 9, 8, device=device)
 
     forced = Candidate("forced", 9, refuse, is_optional=True)
-    results = measure("test", [Round("t", 1, [linear_contender("a"), forced])], ["eager"], QUICK)
+    results = measure("test", [Comparison("t", 1, [linear_candidate("a"), forced])], ["eager"], QUICK)
     assert [one.name for one in results.measurements] == ["a"]
     (note,) = results.notes
     assert note.startswith("t: forced is left out: path 'folded' is not possible here")
     with pytest.raises(ValueError, match="not possible"):
-        measure("test", [Round("t", 1, [Candidate("forced", 9, refuse)])], ["eager"], QUICK)
+        measure("test", [Comparison("t", 1, [Candidate("forced", 9, refuse)])], ["eager"], QUICK)
 
 
 def test_what_takes_too_long_or_too_much_memory_is_left_out(monkeypatch):
-    limits = Limits(Conditions(longest_call=2.0), rate=100.0)
-    candidate = linear_contender("a")
+    limits = Limits(2.0, torch.device("cpu"), rate=100.0)
+    candidate = linear_candidate("a")
     assert limits.exceeded(candidate, 90, 90) == ""
     assert limits.exceeded(candidate, 110, 110) == "a call would take about 2.2 s, and 2 s are allowed"
     assert "4.0 times the work" in limits.exceeded(candidate, 10, 40)
-    monkeypatch.setattr(room, "free_memory", lambda device: 10e9)
-    limits.learn(Rival(candidate, "eager", lambda: None, 10, 10), int(1e9))
+    monkeypatch.setattr(limits_module, "free_memory", lambda device: 10e9)
+    limits.learn(candidate, 10, int(1e9))
     assert limits.exceeded(candidate, 60, 60) == ""
     assert limits.exceeded(candidate, 80, 80) == "a call would need about 8 GB of memory, and 7 GB are free for it"
-    assert limits.exceeded(linear_contender("b"), 80, 80) == ""
+    assert limits.exceeded(linear_candidate("b"), 80, 80) == ""
 
 
-def test_if_all_is_left_out_the_reason_is_told():
-    turns = model_rounds([TINY], [32], [1])
+def test_if_all_is_left_out_the_reason_is_reported():
+    comparisons = model_comparisons([TINY], [32], [1])
     with pytest.raises(ValueError, match=r"nothing could be measured: 32², batch 1: inline_deit.* would take about"):
-        measure("model", turns, ["eager"], Conditions(longest_call=0.0))
+        measure("model", comparisons, ["eager"], Conditions(longest_call=0.0))
 
 
 def test_backward_counts_three_passes_and_no_optimized_mode():
-    turns = model_rounds([TINY], [32], [1])
-    forward = measure("model", turns, ["eager"], QUICK).measurements
-    both = measure("model", turns, ["eager", "optimized"], Conditions(threads=1, rounds=2, backward=True)).measurements
+    comparisons = model_comparisons([TINY], [32], [1])
+    forward = measure("model", comparisons, ["eager"], QUICK).measurements
+    both = measure(
+        "model", comparisons, ["eager", "optimized"], Conditions(threads=1, rounds=2, backward=True)
+    ).measurements
     assert [one.mode for one in both] == ["eager"]
     assert both[0].flops == 3 * forward[0].flops
     assert both[0].memory > forward[0].memory
 
 
 def test_stochastic_depth_and_dropout_are_off():
-    turns = model_rounds([f"{TINY},drop_path_rate=0.5,proj_drop_rate=0.5,drop_rate=0.5"], [32], [2])
-    measure("model", turns, ["eager", "eager"], Conditions(threads=1, rounds=2, backward=True))
+    comparisons = model_comparisons([f"{TINY},drop_path_rate=0.5,proj_drop_rate=0.5,drop_rate=0.5"], [32], [2])
+    measure("model", comparisons, ["eager", "eager"], Conditions(threads=1, rounds=2, backward=True))
 
 
-def test_optimized_is_for_our_models():
-    turns = model_rounds([TINY, "resnet18"], [32], [1])
-    results = measure("model", turns, ["eager", "optimized"], QUICK)
+def test_optimized_takes_models_of_this_package_only(monkeypatch):
+    taken = []
+    monkeypatch.setattr(measure_module, "optimize_for_inference", lambda model: taken.append(type(model)) or model)
+    results = measure("model", model_comparisons([TINY, "resnet18"], [32], [1]), ["eager", "optimized"], QUICK)
+    names = [(one.name.partition(":")[0], one.mode) for one in results.measurements]
+    assert names == [("inline_deit_tiny", "eager"), ("inline_deit_tiny", "optimized"), ("resnet18", "eager")]
+    assert [kind.__name__ for kind in taken] == ["InLineDeiT"]
+
+
+@pytest.mark.slow
+def test_optimized_models_are_measured():
+    comparisons = model_comparisons([TINY, "resnet18"], [32], [1])
+    results = measure("model", comparisons, ["eager", "optimized"], QUICK)
     names = [(one.name.partition(":")[0], one.mode) for one in results.measurements]
     assert names == [("inline_deit_tiny", "eager"), ("inline_deit_tiny", "optimized"), ("resnet18", "eager")]
 
 
-def test_compiled_models_answer_alike_and_have_a_memory():
-    results = measure("test", [Round("t", 3, [linear_contender("a", width=64)])], ["eager", "compiled"], QUICK)
+def test_compiled_modules_agree_and_have_a_memory():
+    results = measure("test", [Comparison("t", 3, [linear_candidate("a", width=64)])], ["eager", "compiled"], QUICK)
     assert [one.mode for one in results.measurements] == ["eager", "compiled"]
     assert [one.memory for one in results.measurements] == [3 * 64 * 4] * 2
 
@@ -224,7 +234,7 @@ def test_weights_are_the_same_each_time_and_attention_counts(monkeypatch):
         assert (model(x) - expected).abs().max() > 100 * TOLERANCE * expected.abs().max()
 
 
-def test_conditions_that_make_no_sense_are_refused():
+def test_invalid_conditions_are_refused():
     with pytest.raises(ValueError, match="threads is 0: it should be at least 1"):
         Conditions(threads=0)
     with pytest.raises(ValueError, match="rounds is 1"):
@@ -240,5 +250,6 @@ def test_the_best_mode_of_each():
     def one(name, mode, median):
         return Measurement("t", name, mode, 1, 1, Quartiles(0, median, 9), 2, 1, 1, 1)
 
-    best = best_modes([one("a", "eager", 3), one("a", "compiled", 2), one("b", "eager", 1), one("b", "compiled", 2)])
+    found = [one("a", "eager", 3), one("a", "compiled", 2), one("b", "eager", 1), one("b", "compiled", 2)]
+    best = Results("test", {}, {}, found, []).best
     assert [(x.name, x.mode) for x in best] == [("a", "compiled"), ("b", "eager")]

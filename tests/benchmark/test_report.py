@@ -1,4 +1,4 @@
-"""Tables, drawings and files, made from what the JSON file holds."""
+"""Tables, figures and files, made from the record in JSON."""
 
 import json
 from dataclasses import replace
@@ -6,27 +6,22 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from inlinevit.benchmark.measure import Measurement, Results
 from inlinevit.benchmark.options import BENCHES
-from inlinevit.benchmark.report import (
+from inlinevit.benchmark.plots import make_figure
+from inlinevit.benchmark.report import make_blocks, make_markdown, print_results, write_report
+from inlinevit.benchmark.results import Measurement, Results, read_results
+from inlinevit.benchmark.studies import COMPARISONS
+from inlinevit.benchmark.tables import (
     accuracy_table,
-    blocks,
     detection_table,
-    draw,
     exponent,
     exponents_table,
     full_table,
-    markdown,
-    print_results,
     ratio_table,
-    read_results,
     three_digits,
-    write_report,
-    write_svg,
 )
-from inlinevit.benchmark.studies import ROUNDS
 from inlinevit.benchmark.timing import Quartiles
-from inlinevit.report import Table
+from inlinevit.report import Table, svg_bytes
 
 MACHINE = {"processor": "A Processor", "cores": 4, "memory": 2**33, "load": 0.5, "gemm_rate": 1e11}
 SETTINGS = {"backward": False, "threads": 2, "revision": "abc"}
@@ -36,17 +31,17 @@ def made_up(what):
     """Results in which the time of a call is as many ms as there are kilotokens, and more for later candidates."""
     bench = BENCHES[what]
     measurements = []
-    for turn in ROUNDS[what](**{name: value for name, value in bench.options.items() if name != "modes"}):
-        for place, candidate in enumerate(turn.candidates):
+    for comparison in COMPARISONS[what](**{name: value for name, value in bench.options.items() if name != "modes"}):
+        for place, candidate in enumerate(comparison.candidates):
             for mode, factor in (("eager", 2), ("compiled", 1)):
                 median = factor * (place + 1) * candidate.size**2 / 1e6
                 measurements.append(
                     Measurement(
-                        turn=turn.title,
+                        comparison=comparison.title,
                         name=candidate.name,
                         mode=mode,
                         size=candidate.size,
-                        batch=turn.batch,
+                        batch=comparison.batch,
                         seconds=Quartiles(0.9 * median, median, 1.1 * median),
                         rounds=7,
                         flops=median * 5e10,
@@ -67,10 +62,9 @@ def test_all_can_be_written_and_read(what, tmp_path):
     assert read == results
     assert {"torch", "timm", "python"} <= set(facts["versions"])
     assert "something is left out: too large." in page.read_text()
-    # The same drawing and the same tables from the file.
-    write_svg(draw(read)[0], tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "name.svg").read_bytes()
-    assert markdown(read, "a.svg") == markdown(results, "a.svg")
+    # The same figure and the same tables from the file.
+    assert svg_bytes(make_figure(read)[0]) == (tmp_path / "name.svg").read_bytes()
+    assert make_markdown(read, "a.svg") == make_markdown(results, "a.svg")
 
 
 @pytest.mark.parametrize("what", BENCHES)
@@ -78,7 +72,7 @@ def test_the_terminal_shows_every_cell(what, capsys):
     results = made_up(what)
     print_results(results, Console())
     output = capsys.readouterr().out
-    for table in (block for block in blocks(results) if isinstance(block, Table)):
+    for table in (block for block in make_blocks(results) if isinstance(block, Table)):
         for row in table.rows:
             for cell in row:
                 assert cell in output
@@ -95,20 +89,20 @@ def test_ratios_are_of_best_modes_to_the_firsts():
     assert [row[-1] for row in full_table(results).rows[:4]] == ["2.00", "1.00", "4.00", "2.00"]
 
 
-def test_a_contender_that_was_left_out_has_a_dash():
+def test_a_candidate_that_was_left_out_has_a_dash():
     results = made_up("resolution")
     kept = [one for one in results.measurements if not (one.name.startswith("deit") and one.size == 1024)]
     table = ratio_table(replace(results, measurements=kept))
     assert table.rows[3] == ("1024², batch 1", "1.00 (compiled)", "–")
-    draw(replace(results, measurements=kept))
+    make_figure(replace(results, measurements=kept))
 
 
-def test_contenders_with_one_turn_each_have_a_row_each():
+def test_candidates_of_one_comparison_each_have_a_row_each():
     one = made_up("model").measurements[1]
-    measurements = [replace(one, turn="a", name="a"), replace(one, turn="a", name="a, before")]
+    measurements = [replace(one, comparison="a", name="a"), replace(one, comparison="a", name="a, before")]
     results = Results("revision", SETTINGS, MACHINE, measurements, [])
     assert ratio_table(results).rows == [("a", "1.00 (compiled)"), ("a, before", "1.00 (compiled)")]
-    draw(results)
+    make_figure(results)
 
 
 def test_detectors_have_cost_time_and_memory_in_a_row():
@@ -153,7 +147,7 @@ def test_numbers_have_three_digits():
     assert [three_digits(value) for value in numbers] == list(numbers.values())
 
 
-def test_json_has_what_the_sceptic_asks_for(tmp_path):
+def test_json_has_versions_machine_and_settings(tmp_path):
     write_report(made_up("model"), tmp_path, "model")
     content = json.loads((tmp_path / "model.json").read_text())
     assert {"created", "versions"} <= set(content)

@@ -1,4 +1,4 @@
-"""What `inlinevit bench` measures."""
+"""The benchmarks of `inlinevit bench`."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ import pytest
 from inlinevit.benchmark import machine, studies
 from inlinevit.benchmark.measure import MODES
 from inlinevit.benchmark.options import ALL_MODES, BENCHES, FAMILIES, OPTIONS_HELP
-from inlinevit.benchmark.studies import ROUNDS, published_top1, run_bench
+from inlinevit.benchmark.studies import COMPARISONS, published_top1, run_bench
 from inlinevit.models.catalog import CATALOG
 
 TINY = "inline_deit_tiny:embed_dim=16,depth=1,num_heads=2,num_classes=5"
@@ -16,19 +16,19 @@ TINY = "inline_deit_tiny:embed_dim=16,depth=1,num_heads=2,num_classes=5"
 
 @pytest.fixture(autouse=True)
 def small_matrices(monkeypatch):
-    """Products that take no time."""
+    """Fast matrix products."""
     monkeypatch.setattr(machine, "GEMM_SIDE", 8)
 
 
 @pytest.mark.parametrize("what", BENCHES)
-def test_defaults_make_turns(what):
+def test_defaults_make_comparisons(what):
     bench = BENCHES[what]
     for options in (bench.options, {**bench.options, **bench.quick}):
         own = {name: value for name, value in options.items() if name != "modes"}
-        assert set(own) == set(inspect.signature(ROUNDS[what]).parameters)
-        turns = ROUNDS[what](**own)
-        assert len({turn.title for turn in turns}) == len(turns)
-        assert all(turn.candidates for turn in turns)
+        assert set(own) == set(inspect.signature(COMPARISONS[what]).parameters)
+        comparisons = COMPARISONS[what](**own)
+        assert len({one.title for one in comparisons}) == len(comparisons)
+        assert all(one.candidates for one in comparisons)
         assert set(options["modes"]) <= set(MODES)
     assert set(bench.quick) <= set(bench.options) <= set(OPTIONS_HELP)
 
@@ -37,15 +37,15 @@ def test_every_published_inline_model_is_in_a_family():
     models = [model for pairs in FAMILIES.values() for pair in pairs for model in pair if model]
     assert len(models) == len(set(models))
     for name, facts in CATALOG.items():
-        is_rival = name.endswith("_deit_tiny") and not name.startswith("inline_")
-        if facts.top1 is not None and not name.endswith("_384") and not is_rival:
+        is_baseline = name.endswith("_deit_tiny") and not name.startswith("inline_")
+        if facts.top1 is not None and not name.endswith("_384") and not is_baseline:
             assert name in models
     assert all(70 < published_top1(model) < 86 for model in models)
 
 
 def test_models_are_compared_at_the_size_of_their_accuracy():
-    turns = studies.accuracy_rounds(["deit"], [1])
-    sizes = {candidate.name: candidate.size for turn in turns for candidate in turn.candidates}
+    comparisons = studies.accuracy_comparisons(["deit"], [1])
+    sizes = {candidate.name: candidate.size for one in comparisons for candidate in one.candidates}
     expected = {
         "inline_deit_tiny": 224,
         "deit_tiny_patch16_224": 224,
@@ -55,9 +55,9 @@ def test_models_are_compared_at_the_size_of_their_accuracy():
     assert sizes == expected
 
 
-def test_the_window_study_has_one_turn_for_all():
-    (turn,) = studies.window_rounds([14, 7], [1])
-    assert [candidate.name for candidate in turn.candidates] == [
+def test_the_window_study_has_one_comparison():
+    (comparison,) = studies.window_comparisons([14, 7], [1])
+    assert [candidate.name for candidate in comparison.candidates] == [
         "inline_swin_tiny:window_size=14",
         "inline_swin_tiny:window_size=7",
         "swin_tiny_patch4_window7_224:window_size=14",
@@ -79,7 +79,7 @@ def test_options_override_what_is_quick_and_that_the_defaults():
         ("accuracy", {"families": ["swim"]}, "there is no family 'swim': did you mean swin?"),
         ("accuracy", {"families": ["resnet"]}, "choose among deit, pvt, swin, cswin"),
         ("window", {"windows": [0]}, "window is 0: it should be at least 1"),
-        ("scaling", {"sizes": [100]}, "size 100 is no multiple of 32: 96 or 128 would be"),
+        ("scaling", {"sizes": [100]}, "size 100 is not a multiple of 32: use 96 or 128"),
     ],
 )
 def test_wrong_options_are_refused(what, options, message):
@@ -89,5 +89,5 @@ def test_wrong_options_are_refused(what, options, message):
 
 def test_options_name_all_benches_and_modes():
     """The table of options loads without torch, so it is written apart from the functions."""
-    assert list(ROUNDS) == list(BENCHES)
+    assert list(COMPARISONS) == list(BENCHES)
     assert list(MODES) == ALL_MODES

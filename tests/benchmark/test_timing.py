@@ -1,4 +1,4 @@
-"""Taking turns."""
+"""Interleaved timing."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from inlinevit.benchmark import timing
-from inlinevit.benchmark.timing import FEWEST_ROUNDS, interleave, quartiles
+from inlinevit.benchmark.timing import MIN_ROUNDS, interleave, quartiles
 
 
-def test_rivals_take_turns_and_warm_up_does_not_count():
+def test_functions_alternate_and_warm_up_does_not_count():
     calls = []
     times = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=2)
     assert calls == ["a", "b"] * 5
@@ -19,7 +19,7 @@ def test_rivals_take_turns_and_warm_up_does_not_count():
 
 def test_patience_ends_the_rounds_but_a_few_are_always_made():
     times = interleave({"a": lambda: None, "b": lambda: None}, rounds=50, patience=0.0)
-    assert {name: len(seconds) for name, seconds in times.items()} == {"a": FEWEST_ROUNDS, "b": FEWEST_ROUNDS}
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": MIN_ROUNDS, "b": MIN_ROUNDS}
 
 
 def test_short_calls_are_rehearsed():

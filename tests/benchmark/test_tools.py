@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from inlinevit import cli
-from inlinevit.benchmark.measure import Measurement, Results
 from inlinevit.benchmark.report import write_report
+from inlinevit.benchmark.results import Measurement, Results
 from inlinevit.benchmark.timing import Quartiles
+from inlinevit.cli.bench import make_study_parser
 from tests import ROOT
 
 
@@ -80,7 +80,7 @@ def test_a_record_without_a_place_is_refused(page):
 def test_commands_of_records_are_understood(name):
     words = shlex.split(record_tool.COMMANDS[name])
     if words[:3] == ["-m", "inlinevit", "bench"]:
-        cli.COMMANDS["bench"].make_parser().parse_args([*words[3:], "--threads", "2", "--output", "a", "--name", name])
+        make_study_parser(words[3]).parse_args([*words[4:], "--threads", "2", "--output", "a", "--name", name])
     else:
         assert (ROOT / words[0]).exists()
 

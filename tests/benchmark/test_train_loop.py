@@ -1,4 +1,4 @@
-"""The cost of the loop. Figures belong to the benchmark; here it is shown to measure what it says."""
+"""The cost of the training loop."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from inlinevit import cli
 from inlinevit.benchmark.timing import Quartiles
-from inlinevit.benchmark.train_loop import LoopTimes, Nothing, bare_step, measure_loop
+from inlinevit.benchmark.train_loop import ConstantModel, LoopTimes, bare_step, measure_loop
 from inlinevit.engine.config import RunConfig
 from inlinevit.tasks.classification.config import ClassificationConfig, DataConfig, ModelConfig
 
@@ -25,7 +25,7 @@ def test_ratios():
 
 
 def test_a_model_that_does_nothing_still_trains():
-    model = Nothing(3)
+    model = ConstantModel(3)
     model(torch.zeros(5, 1, 8, 8)).sum().backward()
     assert model.logits.grad.tolist() == [5, 5, 5]
 
@@ -50,7 +50,7 @@ def test_too_few_steps_are_refused():
 def test_a_bare_step_sees_as_many_images_as_one_of_the_loop(monkeypatch):
     config = ClassificationConfig(
         data=DataConfig(batch_size=2, workers=0),
-        model=ModelConfig(img_size=28, in_chans=1, options={"depth": 1}),
+        model=ModelConfig(img_size=28, in_chans=1, kwargs={"depth": 1}),
         run=RunConfig(grad_accum_steps=3),
     )
     losses, cross_entropy = [], F.cross_entropy

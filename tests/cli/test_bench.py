@@ -29,14 +29,14 @@ def test_bench_prints_a_table_and_writes_a_report(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.json", "a.png", "a.svg"}
 
 
-def test_bench_reports_nothing_if_answers_differ(tmp_path, refused, monkeypatch):
+def test_bench_reports_nothing_if_outputs_differ(tmp_path, refused, monkeypatch):
     from inlinevit.benchmark.measure import MODES
 
     monkeypatch.setitem(MODES, "compiled", lambda module: lambda x: module(x) + 1)
     code, line = refused(*TINY_BENCH.split(), "compiled", "--output", tmp_path)
     assert code == 1
     assert "(eager) and" in line
-    assert "should answer alike, but differ by" in line
+    assert "should agree, but differ by" in line
     assert not any(tmp_path.iterdir())
 
 
@@ -46,11 +46,11 @@ def test_bench_reports_nothing_if_answers_differ(tmp_path, refused, monkeypatch)
         ("layr", "did you mean layer?"),
         ("model --sises 224", "did you mean sizes?"),
         ("model --models deit_tiny_patch16_244", "did you mean deit_tiny_patch16_224?"),
-        ("model --sizes 225", "224 or 256 would be"),
+        ("model --sizes 225", "use 224 or 256"),
         ("model --batches -1", "it should be at least 1"),
         ("model --threads 0", "threads is 0: it should be at least 1"),
-        ("layer --tokens 50", "49 or 64 would"),
-        ("detection --width 1333", "width 1333 is no multiple of 32: 1312 or 1344 would be"),
+        ("layer --tokens 50", "use 49 or 64"),
+        ("detection --width 1333", "width 1333 is not a multiple of 32: use 1312 or 1344"),
         ("detection --detectors mask_rcn", "did you mean mask_rcnn?"),
         ("detection --backbones inline_deit_tiny", "choose a hierarchical"),
         ("resolution --modes egaer", "did you mean eager?"),

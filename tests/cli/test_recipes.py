@@ -74,7 +74,7 @@ def test_print_config_prints_a_recipe(tmp_path, capsys):
 
 
 LAUGHS = "a: &a [x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghij", "bcdefghijk")
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghij", "bcdefghijk", strict=True)
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from inlinevit.data.batch_plan import BatchPlan
 from inlinevit.data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
 from inlinevit.data.samplers import GroupedSampler, ShardedSampler, shuffle_indices
-from inlinevit.data.streams import Samples, StreamReader, StreamSampler
+from inlinevit.data.streams import MapDataset, StreamReader, StreamSampler
 from inlinevit.engine.checkpoints import Progress
 
 WORKERS = [0, 1, 2, 3]
@@ -57,7 +57,7 @@ class Parts:
         # More than promised: only the length counts.
         return iter([*range(first, first + self.lengths[part]), 10_000])
 
-    def samples(self, stored: list[int]) -> Samples:
+    def samples(self, stored: list[int]) -> MapDataset:
         return Numbers(stored)
 
 
@@ -95,10 +95,10 @@ def test_an_epoch_is_a_shuffled_pass_that_comes_back(make: type[TrainLoader], wo
     assert len(data) == len(first) == len(second) == 12
     for batches in (first, second):
         assert all(batch.shape == (4, 4) for batch in batches)
-        drawn = numbers(batches)
-        assert len(set(drawn)) == len(drawn) == 48
-        assert drawn != sorted(drawn)
-        assert set(drawn) <= set(range(50))
+        initial = numbers(batches)
+        assert len(set(initial)) == len(initial) == 48
+        assert initial != sorted(initial)
+        assert set(initial) <= set(range(50))
     assert numbers(first) != numbers(second)
     # Random numbers of a sample are its own, in every epoch.
     assert len({row[1].item() for batch in first + second for row in batch}) == 96
@@ -139,9 +139,9 @@ def test_groups_keep_to_themselves(groups: list[int], shape: tuple[int, int], se
     total = batch_size * processes
     batches = list(GroupedSampler(groups, total, seed=seed).requests(epoch, 0))
     assert len(batches) == len(ShardedSampler(len(groups), total, seed=seed)) == len(groups) // total
-    drawn = [index for batch in batches for index, _ in batch]
-    assert len(set(drawn)) == len(drawn) == len(batches) * total
-    assert set(drawn) <= set(range(len(groups)))
+    initial = [index for batch in batches for index, _ in batch]
+    assert len(set(initial)) == len(initial) == len(batches) * total
+    assert set(initial) <= set(range(len(groups)))
     # Mixed are only those that no single group can fill; some of them may be of one group by chance.
     mixed = sum(len({groups[index] for index, _ in batch}) > 1 for batch in batches)
     assert mixed <= len(batches) - sum(groups.count(group) // total for group in set(groups))
@@ -173,8 +173,8 @@ def test_what_fills_no_batch_is_not_always_of_the_same_group() -> None:
     order = GroupedSampler([0] * 7 + [1] * 7, 4, seed=1)
     left_out = set()
     for epoch in range(60):
-        drawn = {index for batch in order.requests(epoch, 0) for index, _ in batch}
-        left_out |= set(range(14)) - drawn
+        initial = {index for batch in order.requests(epoch, 0) for index, _ in batch}
+        left_out |= set(range(14)) - initial
     assert left_out == set(range(14))
 
 
@@ -188,12 +188,12 @@ def test_samples_of_groups_have_seeds_of_their_own() -> None:
 def test_repeats_are_augmented_anew(make: type[TrainLoader]) -> None:
     data = make(repeats=3)
     rows = torch.cat(every(data))
-    drawn = rows[:, 0].tolist()
+    initial = rows[:, 0].tolist()
     assert len(data) == 12
-    assert max(drawn.count(number) for number in drawn) == 3
-    assert len(set(drawn)) <= 20
-    assert len(set(rows[:, 3].tolist())) == len(drawn)
-    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+    assert max(initial.count(number) for number in initial) == 3
+    assert len(set(initial)) <= 20
+    assert len(set(rows[:, 3].tolist())) == len(initial)
+    assert initial[0] == initial[1] == initial[2] != initial[3]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
@@ -207,8 +207,8 @@ def test_streams_are_dealt_out_in_equal_shares(processes: int, workers: int) -> 
         reader = StreamReader(Parts([7, 13, 30]), order, collate)
         shares.append(numbers([reader(request) for request in order.requests(2, 0)]))
     assert {len(share) for share in shares} == {50 // (2 * processes) * 2}
-    drawn = list(chain.from_iterable(shares))
-    assert len(set(drawn)) == len(drawn)
+    initial = list(chain.from_iterable(shares))
+    assert len(set(initial)) == len(initial)
 
 
 def test_a_stream_shuffles_parts_and_windows() -> None:
@@ -243,7 +243,7 @@ LAYOUTS = [(1, 12, 1), (1, 4, 3), (2, 6, 1), (2, 3, 2), (3, 4, 1), (4, 3, 1), (6
 
 
 def steps_of(data: list[TrainLoader], batches: int, start: int = 0) -> list[list[tuple[float, ...]]]:
-    """The samples of each step of the first epoch, sorted, with what was drawn for them.
+    """The samples of each step of the first epoch, sorted, with what was initial for them.
 
     Args:
         data: Those of each process.
@@ -264,11 +264,11 @@ def steps_of(data: list[TrainLoader], batches: int, start: int = 0) -> list[list
 
 
 def plans_of(
-    layout: tuple[int, int, int], drawn: tuple[int, int, int], workers: int, drawn_workers: int
+    layout: tuple[int, int, int], initial: tuple[int, int, int], workers: int, initial_workers: int
 ) -> list[BatchPlan]:
-    """The plans of all processes of a layout for an order that was drawn for another one."""
+    """The plans of all processes of a layout for an order that was initial for another one."""
     processes, batch_size, batches = layout
-    progress = Progress(total_batch=12, processes=drawn[0], batch_size=drawn[1], workers=drawn_workers)
+    progress = Progress(total_batch=12, processes=initial[0], batch_size=initial[1], workers=initial_workers)
     return [
         BatchPlan.first(
             batch_size, process=process, processes=processes, grad_accum_steps=batches, workers=workers
@@ -277,11 +277,11 @@ def plans_of(
     ]
 
 
-@pytest.mark.parametrize("drawn", LAYOUTS[::2])
+@pytest.mark.parametrize("initial", LAYOUTS[::2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["shuffled", "grouped", "streamed"])
 def test_steps_do_not_depend_on_how_they_are_dealt_out(
-    kind: str, layout: tuple[int, int, int], drawn: tuple[int, int, int]
+    kind: str, layout: tuple[int, int, int], initial: tuple[int, int, int]
 ) -> None:
     def data(plan: BatchPlan) -> TrainLoader:
         if kind == "streamed":
@@ -294,30 +294,30 @@ def test_steps_do_not_depend_on_how_they_are_dealt_out(
             else GroupedSampler(
                 [number % 3 for number in range(100)],
                 plan.batch_size,
-                drawn_batch=plan.drawn_batch_size * plan.drawn_processes,
+                total_batch=plan.initial_batch_size * plan.initial_processes,
                 **dealing,
             )
         )
         return ShuffledLoader(Numbers(list(range(100))), order, workers=0, collate=collate)
 
-    first = [data(plan) for plan in plans_of(drawn, drawn, 0, 2)]
-    second = [data(plan) for plan in plans_of(layout, drawn, 0, 2)]
-    expected = steps_of(first, drawn[2])
+    first = [data(plan) for plan in plans_of(initial, initial, 0, 2)]
+    second = [data(plan) for plan in plans_of(layout, initial, 0, 2)]
+    expected = steps_of(first, initial[2])
     assert len(expected) == 8
     assert len({row[0] for step in expected for row in step}) == 96
     assert steps_of(second, layout[2]) == expected
     assert steps_of(second, layout[2], start=3) == expected[3:]
 
 
-@pytest.mark.parametrize(("workers", "drawn_workers"), [(0, 2), (1, 0), (3, 2)])
-def test_steps_of_a_stream_do_not_depend_on_the_workers(workers: int, drawn_workers: int) -> None:
+@pytest.mark.parametrize(("workers", "initial_workers"), [(0, 2), (1, 0), (3, 2)])
+def test_steps_of_a_stream_do_not_depend_on_the_workers(workers: int, initial_workers: int) -> None:
     stream = Parts([7, 13, 1, 50, 0, 29])
 
     def data(workers: int) -> list[TrainLoader]:
-        plans = plans_of((2, 6, 1), (2, 6, 1), workers, drawn_workers)
+        plans = plans_of((2, 6, 1), (2, 6, 1), workers, initial_workers)
         return [StreamLoader(stream, plan, seed=5, repeats=1, collate=collate, window=24) for plan in plans]
 
-    assert steps_of(data(workers), 1, start=2) == steps_of(data(drawn_workers), 1, start=2)
+    assert steps_of(data(workers), 1, start=2) == steps_of(data(initial_workers), 1, start=2)
 
 
 def test_batches_that_a_plan_cannot_deal_out() -> None:
@@ -455,5 +455,5 @@ def test_a_mistake_found_by_a_worker_is_told_in_its_own_words(workers: int) -> N
 def test_repeated_samples_take_no_more_memory_than_others(count: int, repeats: int) -> None:
     order, seeds = shuffle_indices(count, repeats, seed=3)
     assert len(order) == len(seeds) == count
-    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3)).tolist()
-    assert order.tolist() == [drawn[place // repeats] for place in range(count)]
+    initial = torch.randperm(count, generator=torch.Generator().manual_seed(3)).tolist()
+    assert order.tolist() == [initial[place // repeats] for place in range(count)]

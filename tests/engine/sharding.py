@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from inlinevit.engine.checkpoints import CheckpointFolder, Progress, damage
+from inlinevit.engine.checkpoints import CheckpointFolder, Progress, find_damage
 from inlinevit.engine.distributed import run_on_all, run_on_main
 from inlinevit.engine.state import get_weights, is_sharded, restore, save_shards
 from inlinevit.layers import Block
@@ -91,7 +91,7 @@ def shard_and_train(plain: dict[str, Any]) -> int:
     written = {name: entry for entries, _ in parts for name, entry in entries.items()}
     assert len(written) == accelerator.num_processes
     path = run_on_main(accelerator, lambda: checkpoints.commit(Progress(step=STEPS), parts[0][1], written))
-    assert damage(path) is None
+    assert find_damage(path) is None
     again = shard(make_model(name).double())
     again_optimizer = make_optimizer(again)
     restore(path, again, None, again_optimizer, accelerator)

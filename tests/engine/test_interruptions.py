@@ -47,13 +47,13 @@ def test_another_seed_makes_another_run(server: Server, reference: Path, tmp_pat
     "places",
     [
         ["write:1", "write:7", "write:2"],
-        ["write:14", "write:6", "write:5", "write:4"],
-        ["write:13", "write:7"],
+        pytest.param(["write:14", "write:6", "write:5", "write:4"], marks=pytest.mark.slow),
+        pytest.param(["write:13", "write:7"], marks=pytest.mark.slow),
         ["rename:2", "rename:1"],
         # The first mark is set when a run begins, the others when it has evaluated.
         ["best:2", "best:3", "prune:1"],
         ["evaluation:1", "evaluation:3", "noted:2"],
-        ["prune:3", "write:3", "rename:3"],
+        pytest.param(["prune:3", "write:3", "rename:3"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -75,7 +75,7 @@ def best_of(output: Path) -> str:
     return os.readlink(output / "checkpoints" / "best")
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(server: Server, reference: Path, tmp_path: Path, seed: int) -> None:
     output, generator = tmp_path / "run", random.Random(seed)
     slow = settings(output, toy__workers=1, toy__pause=0.01)
@@ -235,10 +235,15 @@ def copy(stopped: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint_is_skipped(reference: Path, copy: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_skipped(copy: Path, damage: str) -> None:
     DAMAGES[damage](copy / "checkpoints" / "step-00000011")
     with pytest.warns(UserWarning, match="step-00000011 is skipped, because it is damaged"):
         assert make_trainer(settings(copy)).progress.step == 10
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no manifest"])
+def test_run_is_the_same_after_a_damaged_checkpoint(reference: Path, copy: Path, damage: str) -> None:
+    DAMAGES[damage](copy / "checkpoints" / "step-00000011")
     with pytest.warns(UserWarning, match="step-00000011 is skipped"):
         make_trainer(settings(copy)).run()
     assert_same_run(copy, reference)

@@ -97,7 +97,7 @@ def test_two_runs_at_once(server: Server, reference: Path, tmp_path: Path) -> No
     """They find nothing in the folder, and only one of them trains."""
     output = tmp_path / "run"
     first, second = make_trainer(settings(output)), make_trainer(settings(output))
-    with first.folder.claimed(), pytest.raises(ValueError, match="in use by another run of this process"):
+    with first.folder.locked(), pytest.raises(ValueError, match="in use by another run of this process"):
         second.run()
     first.run()
     with pytest.raises(ValueError, match="was used by another run since this one was set up: start it again"):

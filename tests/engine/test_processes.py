@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,21 @@ import torch
 
 from inlinevit.engine.checkpoints import entry_of, manifest_bytes, read_manifest
 from inlinevit.engine.runs import run_weights
+from inlinevit.engine.state import read_shards
 from tests.engine.running import ENVIRONMENT, TOY, Server, assert_same_run, final_tensors, metric_lines
 from tests.engine.toy import free_port, make_model, settings
 
-# Nothing that depends on how samples are spread over processes: no dropout, no statistics of a batch.
-EVEN = {"toy__dropout": 0.0, "toy__batch_norm": False}
+# Nothing that depends on how samples are split over processes: no dropout, no statistics of a batch.
+EVEN = {"toy__dropout": 0.0, "toy__batch_norm": False, "schedule__epochs": 2}
+PAIR: dict[str, Any] = {"toy__batch_size": 2, "schedule__epochs": 2}
+
+
+@pytest.fixture(scope="module")
+def pair(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that was not interrupted."""
+    output = tmp_path_factory.mktemp("pair") / "run"
+    server.run(settings(output, **PAIR), processes=2)
+    return output
 
 
 def assert_alike(output: Path, reference: Path) -> None:
@@ -34,15 +46,18 @@ def assert_alike(output: Path, reference: Path) -> None:
         torch.testing.assert_close(tensors[name], others[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("grad_accum_steps", [1, 2])
-def test_two_processes_and_one(server: Server, tmp_path: Path, accumulate: int) -> None:
-    server.run(settings(tmp_path / "one", run__grad_accum_steps=accumulate, toy__batch_size=4, **EVEN))
-    server.run(settings(tmp_path / "two", run__grad_accum_steps=accumulate, toy__batch_size=2, **EVEN), processes=2)
+@pytest.mark.parametrize("grad_accum_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_two_processes_and_one(server: Server, tmp_path: Path, grad_accum_steps: int) -> None:
+    server.run(settings(tmp_path / "one", run__grad_accum_steps=grad_accum_steps, toy__batch_size=4, **EVEN))
+    server.run(
+        settings(tmp_path / "two", run__grad_accum_steps=grad_accum_steps, toy__batch_size=2, **EVEN), processes=2
+    )
     # The 7 samples of the evaluation are counted once each.
     assert {line["eval_samples"] for line in metric_lines(tmp_path / "two") if "eval_samples" in line} == {7}
     assert_alike(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_two_processes_and_one_with_inline_attention(server: Server, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"toy__model": "inline_deit_tiny", "optimizer__lr": 1e-3, "run__log_every": 1}
     server.run(settings(tmp_path / "one", toy__batch_size=4, **changes))
@@ -50,50 +65,81 @@ def test_two_processes_and_one_with_inline_attention(server: Server, tmp_path: P
     assert_alike(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_gradients_are_shared_between_processes(server: Server, tmp_path: Path) -> None:
     """Without it, the test above could not be red: one process's half of a batch gives other weights."""
     server.run(settings(tmp_path / "one", toy__batch_size=4, **EVEN))
-    server.run(settings(tmp_path / "half", toy__batch_size=2, schedule__epochs=2, **EVEN))
+    server.run(settings(tmp_path / "half", toy__batch_size=2, **{**EVEN, "schedule__epochs": 1}))
     with pytest.raises(AssertionError):
         assert_alike(tmp_path / "half", tmp_path / "one")
 
 
-def test_one_process_is_asked_to_stop_and_all_do(server: Server, tmp_path: Path) -> None:
-    server.run(settings(tmp_path / "reference", toy__batch_size=2), processes=2)
+def test_one_process_is_asked_to_stop_and_all_do(server: Server, pair: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    forked = server.start(settings(output, toy__batch_size=2, toy__pause=0.01), processes=2)
+    forked = server.start(settings(output, toy__pause=0.05, **PAIR), processes=2)
     while not list((output / "checkpoints").glob("step-*")):
         time.sleep(0.01)
     forked.kill(signal.SIGTERM, process=1)
     forked.wait()
     assert forked.codes == [128 + signal.SIGTERM] * 2, forked.printed
-    server.run(settings(output, toy__batch_size=2), processes=2)
-    assert_same_run(output, tmp_path / "reference")
+    server.run(settings(output, **PAIR), processes=2)
+    assert_same_run(output, pair)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (2, 4), (1, 2), (4, 2)])
+def test_a_rank_is_killed(server: Server, pair: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    forked = server.start(settings(output, toy__pause=0.05, **PAIR), processes=2)
+    while not list((output / "checkpoints").glob("step-*")):
+        time.sleep(0.01)
+    forked.kill(signal.SIGKILL, process=1)
+    time.sleep(0.2)
+    # The other one fails or waits; a launcher ends it.
+    with suppress(ProcessLookupError):
+        forked.kill(signal.SIGKILL)
+    assert forked.wait() != 0
+    server.run(settings(output, **PAIR), processes=2)
+    assert_same_run(output, pair)
+
+
+def test_all_processes_stop_where_one_diverges(server: Server, tmp_path: Path) -> None:
+    """Rank 1 has a loss of NaN in its 3rd batch, which is in step 2; steps are read after step 4."""
+    output = tmp_path / "run"
+    forked = server.start(settings(output, toy__events={"3": "nan of rank 1"}, **PAIR), processes=2)
+    forked.wait()
+    assert forked.codes == [1, 1], forked.printed
+    assert "error: the loss is nan in step 2" in forked.printed
+    assert (output / "diverged-step-2-process-1" / "batch.pt").exists()
+    assert not list((output / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(2, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(2, 4), (1, 2), (4, 2)])],
+)
 def test_resumed_on_another_number_of_processes(server: Server, tmp_path: Path, first: int, second: int) -> None:
     """The same command: the total batch stays what it was."""
     changes: dict[str, Any] = {"toy__batch_size": 8 // first, "run__log_every": 1, **EVEN}
     server.run(settings(tmp_path / "reference", **changes), processes=first)
     output = tmp_path / "run"
-    stopped = server.start(settings(output, toy__events={"17": "SIGTERM"}, **changes), processes=first)
+    stopped = server.start(settings(output, toy__events={"7": "SIGTERM"}, **changes), processes=first)
     assert stopped.wait() == 128 + signal.SIGTERM, stopped.printed
     forked = server.run(settings(output, **changes), processes=second)
     assert f"has 16 samples in a step: on {second} processes, that is" in forked.printed
     assert_alike(output, tmp_path / "reference")
 
 
+@pytest.mark.slow
 def test_resumed_with_a_batch_of_all_processes(server: Server, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"run__log_every": 1, **EVEN}
     server.run(settings(tmp_path / "reference", toy__batch_size=4, **changes), processes=2)
     output = tmp_path / "run"
-    stopped = server.start(settings(output, toy__batch_size=4, toy__events={"17": "SIGTERM"}, **changes), processes=2)
+    stopped = server.start(settings(output, toy__batch_size=4, toy__events={"7": "SIGTERM"}, **changes), processes=2)
     assert stopped.wait() == 128 + signal.SIGTERM
     server.run(settings(output, toy__batch_size=8, **changes))
     assert_alike(output, tmp_path / "reference")
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_share_a_batch_are_refused(server: Server, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"schedule__epochs": 1, "toy__batch_size": 2}
     server.run(settings(tmp_path / "run", **changes), processes=2)
@@ -109,15 +155,16 @@ SHARDED: dict[str, Any] = {
     "run__ema_decay": None,
     "run__log_every": 1,
     "optimizer__lr": 1e-3,
+    "schedule__epochs": 2,
 }
 
 
-@pytest.mark.parametrize("second", [1, 2, 4])
+@pytest.mark.parametrize("second", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4)), 2])
 def test_sharded_run_is_resumed_on_any_number_of_processes(server: Server, tmp_path: Path, second: int) -> None:
     """Checkpoints are written by all processes; the finished weights are exported to one file."""
     server.run(settings(tmp_path / "whole", toy__batch_size=8, **{**SHARDED, "run__fsdp": False}))
     output = tmp_path / "run"
-    stopped = server.start(settings(output, toy__batch_size=4, toy__events={"17": "SIGTERM"}, **SHARDED), processes=2)
+    stopped = server.start(settings(output, toy__batch_size=4, toy__events={"7": "SIGTERM"}, **SHARDED), processes=2)
     assert stopped.wait() == 128 + signal.SIGTERM, stopped.printed
     newest = max((output / "checkpoints").glob("step-*"))
     assert len(list(newest.glob("shard-*.safetensors"))) == 2
@@ -127,6 +174,12 @@ def test_sharded_run_is_resumed_on_any_number_of_processes(server: Server, tmp_p
     with pytest.warns(UserWarning, match="is not finished"):
         merged = run_weights(output, None)
     assert safetensors.torch.load_file(merged).keys() == make_model("inline_deit_tiny").state_dict().keys()
+    # With one shard less, it is refused.
+    shutil.copytree(newest, tmp_path / "incomplete")
+    max((tmp_path / "incomplete").glob("shard-*.safetensors")).unlink()
+    tensors = {f"model.{name}": value for name, value in make_model("inline_deit_tiny").state_dict().items()}
+    with pytest.raises(ValueError, match=r"lacks a part of|the checkpoint is of another model"):
+        read_shards(tmp_path / "incomplete", tensors, prefix="model.")
     server.run(settings(output, toy__batch_size=4, **SHARDED), processes=second)
     for ours, theirs in zip(metric_lines(output), metric_lines(tmp_path / "whole"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -136,9 +189,10 @@ def test_sharded_run_is_resumed_on_any_number_of_processes(server: Server, tmp_p
         torch.testing.assert_close(weight, whole[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sharded_checkpoint_that_is_damaged_or_edited(server: Server, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    changes: dict[str, Any] = {"toy__batch_size": 4, "schedule__epochs": 1, **SHARDED}
+    changes: dict[str, Any] = {**SHARDED, "toy__batch_size": 4, "schedule__epochs": 1}
     server.run(settings(output, **changes), processes=2)
     path = max((output / "checkpoints").glob("step-*"))
     shard = path / "shard-00002-model-00001-of-00001.safetensors"
@@ -168,7 +222,8 @@ def test_sharded_checkpoint_that_is_damaged_or_edited(server: Server, tmp_path: 
     server.run(settings(output, **changes), processes=2)
 
 
-@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True])
 def test_ranks_are_killed_and_torchrun_restarts_the_job(server: Server, tmp_path: Path, fsdp: bool) -> None:
     changes: dict[str, Any] = {**SHARDED, "run__fsdp": fsdp, "toy__batch_size": 2, "run__checkpoint_steps": 2}
     server.run(settings(tmp_path / "reference", **changes), processes=2)
@@ -216,7 +271,8 @@ def launch(launcher: list[str], plain: dict[str, Any], folder: Path) -> "subproc
     )
 
 
-def test_torchrun_is_stopped_and_goes_on(server: Server, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_torchrun_is_stopped_and_resumed(server: Server, tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     server.run(settings(tmp_path / "reference", toy__batch_size=2), processes=2)
     output = tmp_path / "run"

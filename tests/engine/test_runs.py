@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
-from inlinevit.engine.config import AnyConfig, from_plain, to_plain
+from inlinevit.engine.config import AnyConfig, config_from_dict, to_plain
 from inlinevit.engine.runs import is_run, open_run, run_weights
 from inlinevit.tasks.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
 from inlinevit.tasks.detection.config import DetectionConfig
@@ -23,7 +23,7 @@ def test_configurations_come_back(tmp_path: Path) -> None:
     config.optimizer.betas = (0.5, 0.6)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     assert open_run(ClassificationConfig, str(tmp_path)).config == config
-    assert from_plain(AugmentConfig, {"scale": [0.1, 0.2]}).scale == (0.1, 0.2)
+    assert config_from_dict(AugmentConfig, {"scale": [0.1, 0.2]}).scale == (0.1, 0.2)
     for content in ("- 1", "", "model: 3", "model: {img_size: -1}", "a: [", "model: {name: 'x'}\n\tb"):
         (tmp_path / "config.yaml").write_text(content)
         with pytest.raises(ValueError, match="not the configuration of a classification run"):

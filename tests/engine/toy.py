@@ -166,12 +166,12 @@ class ToyTask:
         event = self.config.events.get(str(self.calls))
         inputs, labels = batch
         loss = F.cross_entropy(model(inputs).float(), labels)
-        if event == "nan":
+        if event == "nan" or event == f"nan of rank {os.environ.get('RANK')}":
             return loss * float("nan")
         if event == "infinite gradient":
             # The root of nothing is nothing, but steep.
             return loss + (loss - loss.detach()).sqrt()
-        for name in (event or "").split():
+        for name in (event or "").split() if "SIG" in (event or "") else ():
             os.kill(os.getpid(), signal.Signals[name])
         return loss
 
@@ -227,7 +227,7 @@ def kill_at(place: str) -> None:
     elif name == "evaluation":
         ToyTask.evaluate = before(ToyTask.evaluate)
     elif name == "noted":
-        checkpoints.CheckpointFolder.note_evaluation = before(checkpoints.CheckpointFolder.note_evaluation)
+        checkpoints.CheckpointFolder.save_evaluation = before(checkpoints.CheckpointFolder.save_evaluation)
     elif name == "prune":
         checkpoints.CheckpointFolder._prune = before(checkpoints.CheckpointFolder._prune)
     else:

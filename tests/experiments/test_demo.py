@@ -20,8 +20,8 @@ import torch
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.engine.trainer import Stopped, Trainer
 from inlinevit.experiments.demo import ATTENTIONS, compare, demo, demo_config
-from inlinevit.experiments.demo.sections import Candidate, verdict
-from inlinevit.report import STYLES, Report
+from inlinevit.experiments.demo.sections import TrainedModel, verdict
+from inlinevit.report import STYLES, Report, blocks, style
 from inlinevit.tasks.classification.metrics import ClassificationEvaluation
 
 STEPS = 4
@@ -32,6 +32,7 @@ TEST_IMAGES = 30
 def few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "TIMED_ROUNDS", 3)
+        patch.setattr(style, "PNG_DPI", 20)
         patch.setattr(compare, "EFFORT", compare.Effort(images=TEST_IMAGES, confusion_images=2, batch_size=30))
         yield
 
@@ -90,8 +91,8 @@ def test_report_has_all_it_should(finished: Finished) -> None:
         name = STYLES[attention].name
         assert all(name in sections[key]["models"] for key in ("confusion", "locality", "masking", "maps"))
         assert sections["masking"]["models"][name]["images"] == TEST_IMAGES
-    drawings = {path.stem for path in (finished.folder / "figures").iterdir()}
-    assert drawings == {
+    figures = {path.stem for path in (finished.folder / "figures").iterdir()}
+    assert figures == {
         "training",
         "speed",
         "confusions",
@@ -107,7 +108,7 @@ def test_report_has_all_it_should(finished: Finished) -> None:
     assert page.count("<img") > 20
 
 
-def test_it_tells_how_it_goes_and_where_the_report_is(finished: Finished) -> None:
+def test_progress_and_the_path_of_the_report_are_printed(finished: Finished) -> None:
     lines = finished.said.splitlines()
     assert lines[0].startswith("Three small vision transformers")
     assert all(f"{number} of 3: training with {name}" in finished.said for number, name in enumerate(ATTENTIONS, 1))
@@ -121,7 +122,7 @@ def numbers(report: dict[str, Any]) -> dict[str, Any]:
     return {name: sections[name] for name in ("training", "images", "confusions", "confusion", "locality", "masking")}
 
 
-def test_interrupted_demo_goes_on(
+def test_interrupted_demo_resumes(
     finished: Finished, data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_step, trained = Trainer.train_step, []
@@ -133,7 +134,8 @@ def test_interrupted_demo_goes_on(
         return train_step(self, step, batches)
 
     monkeypatch.setattr(Trainer, "train_step", counted)
-    monkeypatch.setattr(Report, "save_drawings", lambda report, folder: None)
+    monkeypatch.setattr(Report, "save_figures", lambda report, folder: None)
+    monkeypatch.setattr(blocks, "svg_bytes", lambda figure: b"")
     with pytest.raises(Stopped):
         demo(str(tmp_path), data, steps=STEPS)
     assert not (tmp_path / "report.html").exists()
@@ -141,15 +143,18 @@ def test_interrupted_demo_goes_on(
     trained.clear()
     trained += [("", 0)] * 7
     demo(str(tmp_path), data, steps=STEPS)
-    assert "it goes on from there" in capfd.readouterr().err
+    assert "which resumes" in capfd.readouterr().err
     assert trained[7:] == [("linear", 2), ("linear", 3), *(("inline", step) for step in range(STEPS))]
     assert numbers(Finished(tmp_path, "").report) == numbers(finished.report)
 
 
-def test_finished_demo_is_run_anew(
+def test_finished_demo_starts_again(
     data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Report, "save_drawings", lambda report, folder: folder.mkdir())
+    monkeypatch.setattr(Report, "save_figures", lambda report, folder: folder.mkdir())
+    for name in ("comparison_sections", "analysis_sections"):
+        monkeypatch.setattr(compare, name, lambda *_: [])
+    monkeypatch.setattr(compare, "analyze_model", lambda *_: None)
     demo(str(tmp_path), data, steps=1)
     leftovers = [tmp_path / "softmax" / "leftover", tmp_path / "figures" / "leftover.png"]
     for leftover in leftovers:
@@ -161,31 +166,31 @@ def test_finished_demo_is_run_anew(
     monkeypatch.setattr(compare, "time_steps", stop)
     with pytest.raises(KeyboardInterrupt):
         demo(str(tmp_path), data, steps=1)
-    assert "it is run anew" in capfd.readouterr().err
+    assert "it starts again" in capfd.readouterr().err
     # Neither the old report nor anything else of the old results can be taken for new.
     assert not any(leftover.exists() for leftover in leftovers)
     assert not (tmp_path / "report.html").exists()
     assert not (tmp_path / "report.json").exists()
 
 
-def test_other_settings_begin_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_start_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def begin(seed: int) -> str:
         settings = {name: to_plain(demo_config(name, seed=seed)) for name in ATTENTIONS}
-        compare.make_ready(tmp_path, settings, compare.Console(stderr=True))
+        compare.prepare_folder(tmp_path, settings, compare.Console(stderr=True))
         (tmp_path / "inline").mkdir(exist_ok=True)
         (tmp_path / "inline" / "metrics.jsonl").write_text("{}")
         return capfd.readouterr().err
 
     assert begin(0) == ""
-    assert "goes on" in begin(0)
-    assert "anew" in begin(1)
-    assert "goes on" in begin(1)
+    assert "resumes" in begin(0)
+    assert "starts again" in begin(1)
+    assert "resumes" in begin(1)
 
 
 def test_killed_while_clearing_clears_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {name: {} for name in ATTENTIONS}
     console = compare.Console(quiet=True)
-    compare.make_ready(tmp_path, {"inline": {"old": 1}}, console)
+    compare.prepare_folder(tmp_path, {"inline": {"old": 1}}, console)
     (tmp_path / "inline").mkdir()
 
     def killed(*_: Any, **__: Any) -> None:
@@ -194,8 +199,8 @@ def test_killed_while_clearing_clears_again(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(compare.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            compare.make_ready(tmp_path, settings, console)
-    compare.make_ready(tmp_path, settings, console)
+            compare.prepare_folder(tmp_path, settings, console)
+    compare.prepare_folder(tmp_path, settings, console)
     assert not (tmp_path / "inline").exists()
 
 
@@ -213,7 +218,7 @@ def test_a_file_called_as_ours_makes_no_demo(content: str, tmp_path: Path) -> No
     (tmp_path / "linear").mkdir()
     (tmp_path / "demo.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match="name a new folder"):
-        compare.make_ready(tmp_path, {"linear": {}}, compare.Console(quiet=True))
+        compare.prepare_folder(tmp_path, {"linear": {}}, compare.Console(quiet=True))
     assert (tmp_path / "linear").is_dir()
 
 
@@ -252,11 +257,11 @@ def test_importing_the_demo_is_light() -> None:
     )
 
 
-def candidate(right: int, seconds: float, parameters: int) -> Candidate:
-    """One that tells the first `right` of 1,000 images of class 0 right."""
+def model(right: int, seconds: float, parameters: int) -> TrainedModel:
+    """Return a model that is correct on the first `right` of 1,000 images of class 0."""
     predictions = np.where(np.arange(1000) < right, 0, 1)
     evaluation = ClassificationEvaluation(right / 10, 100.0, 0.0, 1.0, torch.tensor([[right, 1000 - right], [0, 0]]))
-    return Candidate(parameters, evaluation, predictions, [], 50, [seconds] * 4)
+    return TrainedModel(parameters, evaluation, predictions, [], 50, [seconds] * 4)
 
 
 @pytest.mark.parametrize(
@@ -265,18 +270,18 @@ def candidate(right: int, seconds: float, parameters: int) -> Candidate:
         (900, 800, "InLine is 10.0 points above softmax, more than chance in the choice of test images (±1.9)"),
         (800, 900, "InLine is 10.0 points below softmax, more than chance in the choice of test images (±1.9)"),
         (912, 900, "InLine is 1.2 points above softmax, more than chance in the choice of test images (±0.7)"),
-        (901, 900, "InLine and softmax differ by 0.1 points, no more than chance in the choice of test images (±0.2)"),
-        (900, 900, "InLine and softmax differ by 0.0 points, no more than chance in the choice of test images (±0.0)"),
+        (901, 900, "InLine and softmax differ by 0.1 points, not more than chance in the choice of test images (±0.2)"),
+        (900, 900, "InLine and softmax differ by 0.0 points, not more than chance in the choice of test images (±0.0)"),
     ],
 )
-def test_verdict_says_what_the_numbers_say(inline: int, softmax: int, sentence: str) -> None:
-    candidates = {"softmax": candidate(softmax, 0.1, 100), "inline": candidate(inline, 0.15, 120)}
-    text = verdict(candidates, np.zeros(1000, np.int64))
+def test_verdict_follows_from_the_numbers(inline: int, softmax: int, sentence: str) -> None:
+    models = {"softmax": model(softmax, 0.1, 100), "inline": model(inline, 0.15, 120)}
+    text = verdict(models, np.zeros(1000, np.int64))
     assert sentence in text
     assert "takes 1.50 times as long, and it has 1.20 times as many parameters." in text
     assert "one seed" in text
     best = "InLine" if inline > softmax else "softmax"
-    assert f"right: {best} {max(inline, softmax) / 10:.1f} %" in text
+    assert f"images: {best} {max(inline, softmax) / 10:.1f} %" in text
 
 
 @pytest.mark.slow

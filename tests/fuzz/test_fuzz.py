@@ -217,4 +217,4 @@ def test_changes_change_something() -> None:
 
 def test_the_model_of_the_fuzzers_has_all_kinds_of_weights() -> None:
     names = set(tiny_model().state_dict())
-    assert {"stages.0.class_token", "stages.0.positions.table", "head.weight", "stages.0.embed.proj.weight"} <= names
+    assert {"stages.0.cls_token", "stages.0.pos_embed", "head.weight", "stages.0.patch_embed.proj.weight"} <= names

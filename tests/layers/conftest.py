@@ -1,4 +1,4 @@
-"""A slow reference of all token mixers: a loop over images, windows and heads that sees real tokens alone."""
+"""A slow reference of all attentions: a loop over images, windows and heads that sees real tokens alone."""
 
 import math
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from inlinevit import ops
 from inlinevit.layers import (
     ATTENTIONS,
     AngularAttention,
+    BaseAttention,
     CrossStripes,
     EfficientAttention,
     EnhancedAttention,
@@ -22,7 +23,6 @@ from inlinevit.layers import (
     LinearAttention,
     SoftmaxAttention,
     SquareWindows,
-    TokenMixer,
 )
 from inlinevit.layers.layouts import Windows
 
@@ -62,7 +62,7 @@ def sees(query: Slot, key: Slot) -> bool:
     return (query.map_row - key.map_row, query.map_column - key.map_column) == (rows, columns)
 
 
-def shares_of(layout: object, size: tuple[int, int]) -> list[Windows]:
+def head_groups_of(layout: object, size: tuple[int, int]) -> list[Windows]:
     """What the layouts should answer."""
     height, width = size
     if isinstance(layout, SquareWindows):
@@ -89,17 +89,19 @@ def window_map(values: Tensor, slots: list[Slot], windows: Windows) -> Tensor:
     return out
 
 
-def mix_reference(mixer: TokenMixer, x: Tensor, size: tuple[int, int], context: Tensor | None = None) -> Tensor:
+def attention_reference(
+    mixer: BaseAttention, x: Tensor, size: tuple[int, int], context: Tensor | None = None
+) -> Tensor:
     """What mixer(x, size, context) should give."""
     context = x if context is None else context
     batch, tokens, dim = x.shape
     prefix, width = tokens - size[0] * size[1], mixer.head_dim
     out = torch.zeros_like(x)
     q, k, v = (x @ mixer.qkv.weight.T + (0 if mixer.qkv.bias is None else mixer.qkv.bias)).split(dim, dim=-1)
-    for windows in shares_of(mixer.layout, size):
-        per_share = mixer.num_heads // windows.shares
-        heads = range(windows.share * per_share, (windows.share + 1) * per_share)
-        share = slice(heads.start * width, heads.stop * width)
+    for windows in head_groups_of(mixer.layout, size):
+        per_group = mixer.num_heads // windows.num_head_groups
+        heads = range(windows.head_group * per_group, (windows.head_group + 1) * per_group)
+        group = slice(heads.start * width, heads.stop * width)
         assert prefix == 0 or len(slots_of(windows)) == 1, "prefix tokens belong to no window"
         for image in range(batch):
             for slots in slots_of(windows):
@@ -107,7 +109,7 @@ def mix_reference(mixer: TokenMixer, x: Tensor, size: tuple[int, int], context: 
                 index = [*range(prefix), *(prefix + slot.token for slot in real)]
                 window = Window(mixer, windows, real, prefix, heads)
                 mix = MIX[type(mixer)]
-                mixed = mix(window, *(t[image, index, share] for t in (q, k, v)))
+                mixed = mix(window, *(t[image, index, group] for t in (q, k, v)))
                 for head in heads:
                     channels = slice(head * width, (head + 1) * width)
                     own = window.channels(head)
@@ -115,15 +117,15 @@ def mix_reference(mixer: TokenMixer, x: Tensor, size: tuple[int, int], context: 
                     mean = context[image, index, channels].mean(dim=0)
                     for kernel, bias in convolutions(mixer, mean, head):
                         mixed[prefix:, own] += convolve(window, values[prefix:], kernel, bias)
-                out[image, index, share] = mixed
+                out[image, index, group] = mixed
     return out @ mixer.proj.weight.T + mixer.proj.bias
 
 
 @dataclass
 class Window:
-    """Where the tokens of one window stand, for one share of the heads."""
+    """Where the tokens of one window stand, for one head group."""
 
-    mixer: TokenMixer
+    mixer: BaseAttention
     windows: Windows
     # The real tokens of the map.
     slots: list[Slot]
@@ -132,7 +134,7 @@ class Window:
     heads: range
 
     def channels(self, head: int) -> slice:
-        """The channels of a head within its share."""
+        """The channels of a head within its head group."""
         first = (head - self.heads.start) * self.mixer.head_dim
         return slice(first, first + self.mixer.head_dim)
 
@@ -141,7 +143,7 @@ class Window:
         return [*range(self.prefix), *(self.prefix + s.row * self.windows.width + s.column for s in self.slots)]
 
 
-# How the tokens of a window are mixed: from q, k and v of the real ones, (tokens, channels of the share), to the same.
+# The attention of one window: from q, k and v of the real tokens, (tokens, channels of the head group), to the same.
 
 
 def mix_by_rows(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -179,9 +181,9 @@ def mix_efficient(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for head in window.heads:
         own = window.channels(head)
         for i, query in enumerate(q[:, own].exp()):
-            for channel, share in enumerate(query / query.sum()):
+            for channel, weight in enumerate(query / query.sum()):
                 keys = k[:, own][:, channel].exp()
-                out[i, own] += share * (keys / keys.sum()) @ v[:, own]
+                out[i, own] += weight * (keys / keys.sum()) @ v[:, own]
     return out
 
 
@@ -207,16 +209,16 @@ def mix_enhanced(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Linear attention of f(t) = t³·‖t‖/‖t³‖, t = (ReLU + 1e-6)/softplus(w); keys have positions."""
     mixer, windows = window.mixer, window.windows
-    share = slice(window.heads.start * mixer.head_dim, window.heads.stop * mixer.head_dim)
-    divisor = (1 + mixer.spread.flatten()[share].exp()).log()
+    group = slice(window.heads.start * mixer.head_dim, window.heads.stop * mixer.head_dim)
+    divisor = (1 + mixer.spread.flatten()[group].exp()).log()
 
     def focus(x: Tensor) -> Tensor:
         t = (x.clamp(min=0) + 1e-6) / divisor
         return t**3 * (t.norm() / (t**3).norm())
 
-    # Positions before those of the map are the prefix's; a prefix that the module was not told of has none.
-    own_prefix, (height, width) = max(mixer.num_prefix_tokens, 0), mixer.positions.grid
-    table = mixer.positions.table[0]
+    # Positions before those of the map are the prefix's; prefix tokens beyond num_prefix_tokens have none.
+    own_prefix, (height, width) = mixer.num_prefix_tokens or 0, mixer.resample_pos_embed.grid
+    table = mixer.pos_embed[0]
     maps = table[own_prefix:].view(1, height, width, -1).permute(0, 3, 1, 2)
     if (height, width) != (windows.height, windows.width):
         # As all positions are resized: in float32.
@@ -224,7 +226,7 @@ def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         maps = F.interpolate(maps.float(), new, mode="bicubic", antialias=True).to(maps.dtype)
     positions = [*table[:own_prefix], *torch.zeros(window.prefix - own_prefix, mixer.dim, dtype=k.dtype)]
     positions += [maps[0, :, slot.row, slot.column] for slot in window.slots]
-    keys = torch.stack([focus(key + position[share]) for key, position in zip(k, positions, strict=True)])
+    keys = torch.stack([focus(key + position[group]) for key, position in zip(k, positions, strict=True)])
     return mix_linearly(window, torch.stack([focus(query) for query in q]), keys, v, 1e-6)
 
 
@@ -239,7 +241,7 @@ def mix_linearly(window: Window, q: Tensor, k: Tensor, v: Tensor, epsilon: float
     return out
 
 
-MIX: dict[type[TokenMixer], Callable[[Window, Tensor, Tensor, Tensor], Tensor]] = {
+MIX: dict[type[BaseAttention], Callable[[Window, Tensor, Tensor, Tensor], Tensor]] = {
     SoftmaxAttention: mix_by_rows,
     LinearAttention: mix_by_rows,
     InLineAttention: mix_by_rows,
@@ -251,7 +253,7 @@ MIX: dict[type[TokenMixer], Callable[[Window, Tensor, Tensor, Tensor], Tensor]] 
 }
 
 
-def convolutions(mixer: TokenMixer, mean: Tensor, head: int) -> list[tuple[Tensor, Tensor | None]]:
+def convolutions(mixer: BaseAttention, mean: Tensor, head: int) -> list[tuple[Tensor, Tensor | None]]:
     """Kernels (width, 1, side, side) and biases of the convolutions of a head's values that are added."""
     channels = slice(head * mixer.head_dim, (head + 1) * mixer.head_dim)
     found: list[tuple[Tensor, Tensor | None]] = []
@@ -279,7 +281,7 @@ def head_kernel(mixer: InLineAttention, mean: Tensor, head: int) -> Tensor:
     return (local.fc2.weight[second, :, 0] @ hidden + local.fc2.bias[second]).view(width, 1, 3, 3)
 
 
-def softmax_bias(mixer: TokenMixer, slots: list[Slot], head: int, prefix: int, dtype: torch.dtype) -> Tensor:
+def softmax_bias(mixer: BaseAttention, slots: list[Slot], head: int, prefix: int, dtype: torch.dtype) -> Tensor:
     """Relative position and seam of each pair, (1, 1, tokens, tokens)."""
     bias = torch.zeros(prefix + len(slots), prefix + len(slots), dtype=dtype)
     side = 2 * mixer.relative_window - 1
@@ -306,7 +308,7 @@ def may_see() -> Callable[[Slot, Slot], bool]:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., Tensor]:
-    return mix_reference
+    return attention_reference
 
 
 @pytest.fixture(scope="session")

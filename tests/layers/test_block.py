@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inlinevit.layers import ATTENTIONS, Block, CrossStripes, EnhancedAttention, InLineAttention
+from inlinevit.layers._chunks import is_chunked
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -33,13 +34,6 @@ def test_block_with_a_local_mlp_is_its_formula(randomise, prefix):
     torch.testing.assert_close(block(x, (4, 5)), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.parametrize("local", [False, True])
-def test_script(local):
-    block, x = Block(EnhancedAttention(8, 2), 8, local_mlp=local).eval(), torch.randn(2, 1 + 20, 8)
-    torch.testing.assert_close(torch.jit.script(block)(x, (4, 5)), block(x, (4, 5)))
-
-
 @pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
 def test_gradients_reach_every_parameter(kind):
     block = Block(kind(8, 2), 8, local_mlp=kind.wants_local_mlp)
@@ -64,8 +58,8 @@ def test_no_drop_path_no_module():
 
 @pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
 @pytest.mark.parametrize("before", [False, True])
-def test_pieces_make_the_whole(monkeypatch, randomise, kind, before):
-    """Several images and several tokens at a time, and one that is larger than a piece."""
+def test_chunks_make_the_whole(monkeypatch, randomise, kind, before):
+    """Several images and several tokens at a time, and one that is larger than a chunk."""
     block = (
         randomise(Block(kind(8, 2), 8, context_before_norm=before, local_mlp=kind.wants_local_mlp))
         .eval()
@@ -73,35 +67,28 @@ def test_pieces_make_the_whole(monkeypatch, randomise, kind, before):
     )
     x = torch.randn(5, 1 + 20, 8, dtype=torch.float64)
     kept = x.clone()
-    monkeypatch.setattr("inlinevit.layers.block.PIECE", 2**40)
+    monkeypatch.setattr("inlinevit.layers._chunks.CHUNK", 2**40)
     whole = block(x, (4, 5))
-    assert not block.works_in_pieces(x)
-    for piece in (1, 100, 1000, 1500):
-        monkeypatch.setattr("inlinevit.layers.block.PIECE", piece)
-        assert block.works_in_pieces(x)
+    assert not is_chunked(block, x, block.hidden_dim)
+    for chunk in (1, 100, 1000, 1500):
+        monkeypatch.setattr("inlinevit.layers._chunks.CHUNK", chunk)
+        assert is_chunked(block, x, block.hidden_dim)
         torch.testing.assert_close(block(x, (4, 5)), whole, rtol=0, atol=1e-12)
     assert torch.equal(x, kept)
 
 
-def test_no_pieces_where_someone_needs_what_is_in_between(monkeypatch):
-    monkeypatch.setattr("inlinevit.layers.block.PIECE", 1)
+def test_no_chunks_where_someone_needs_what_is_in_between(monkeypatch):
+    monkeypatch.setattr("inlinevit.layers._chunks.CHUNK", 1)
     block, x = Block(InLineAttention(8, 2), 8), torch.randn(2, 20, 8)
-    assert not block.works_in_pieces(x)
+    assert not is_chunked(block, x, block.hidden_dim)
     with torch.no_grad():
-        assert not block.works_in_pieces(x)
+        assert not is_chunked(block, x, block.hidden_dim)
         block.eval()
-        assert block.works_in_pieces(x)
+        assert is_chunked(block, x, block.hidden_dim)
         seen = []
         handle = block.mlp.fc1.register_forward_hook(lambda module, arguments, output: seen.append(output.shape))
         block(x, (4, 5))
         assert seen == [(2, 20, 32)]
         handle.remove()
-        assert block.works_in_pieces(x)
-    assert not block.works_in_pieces(x)
-
-
-@pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_the_prefix_alone_is_the_prefix(randomise, kind):
-    block = randomise(Block(kind(8, 2), 8, local_mlp=kind.wants_local_mlp)).eval()
-    x = torch.randn(2, 3 + 20, 8, dtype=torch.float64)
-    torch.testing.assert_close(block(x, (4, 5), True), block(x, (4, 5))[:, :3], rtol=0, atol=1e-12)
+        assert is_chunked(block, x, block.hidden_dim)
+    assert not is_chunked(block, x, block.hidden_dim)

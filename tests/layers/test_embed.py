@@ -1,4 +1,4 @@
-"""From pixels or a finer map to tokens."""
+"""Patch embedding, downsampling, position embedding and its cache."""
 
 import copy
 import pickle
@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inlinevit.layers import ConvEmbed, PatchMerging, PositionEmbedding
-from inlinevit.layers.embed import resize_positions
+from inlinevit.layers import ConvEmbed, PatchMerging
+from inlinevit.layers.embed import resample_pos_embed
+from tests.positions import LearnedPositions
 
 # Patch embedding
 
@@ -90,15 +91,15 @@ def test_patch_merging_pads(size):
 # Positions
 
 
-def positions(grid: tuple[int, int], prefix: int = 0, interpolation: str = "bicubic") -> PositionEmbedding:
-    embedding = PositionEmbedding(3, grid, num_prefix_tokens=prefix, interpolation=interpolation)
-    torch.nn.init.normal_(embedding.table)
+def positions(grid: tuple[int, int], prefix: int = 0, interpolation: str = "bicubic") -> LearnedPositions:
+    embedding = LearnedPositions(3, grid, num_prefix_tokens=prefix, interpolation=interpolation)
+    torch.nn.init.normal_(embedding.pos_embed)
     return embedding
 
 
-def added(embedding: PositionEmbedding, size: tuple[int, int]) -> torch.Tensor:
+def added(embedding: LearnedPositions, size: tuple[int, int]) -> torch.Tensor:
     """What the embedding adds to zeros, (prefix + H·W, dim)."""
-    prefix = embedding.num_prefix_tokens
+    prefix = embedding.resample_pos_embed.num_prefix_tokens
     return embedding(torch.zeros(2, prefix + size[0] * size[1], 3), size)[0].detach()
 
 
@@ -111,7 +112,7 @@ prefixes = pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("grid", [(4, 4), (2, 8), (5, 3)])
 def test_positions_are_untouched_on_their_own_grid(grid, prefix, interpolation):
     embedding = positions(grid, prefix, interpolation)
-    assert torch.equal(added(embedding, grid), embedding.table[0])
+    assert torch.equal(added(embedding, grid), embedding.pos_embed[0])
 
 
 @modes
@@ -121,12 +122,12 @@ def test_positions_are_resized_to_another_grid(grid, size, prefix, interpolation
     """Even where the number of tokens is the same."""
     embedding = positions(grid, prefix, interpolation)
     out = added(embedding, size)
-    assert torch.equal(out[:prefix], embedding.table[0, :prefix])
-    maps = embedding.table[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2)
+    assert torch.equal(out[:prefix], embedding.pos_embed[0, :prefix])
+    maps = embedding.pos_embed[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2)
     expected = F.interpolate(maps, size=size, mode=interpolation, antialias=interpolation == "bicubic")
     torch.testing.assert_close(out[prefix:], expected.flatten(2).transpose(1, 2)[0])
-    if len(out) == embedding.table.shape[1]:
-        assert not torch.allclose(out[prefix:], embedding.table[0, prefix:], atol=1e-2)
+    if len(out) == embedding.pos_embed.shape[1]:
+        assert not torch.allclose(out[prefix:], embedding.pos_embed[0, prefix:], atol=1e-2)
 
 
 @modes
@@ -134,7 +135,7 @@ def test_a_gradient_of_rows_stays_one_when_resized(interpolation):
     """Positions that say their row, on a map twice as wide, still say their row."""
     embedding = positions((4, 4), 1, interpolation)
     with torch.no_grad():
-        embedding.table[0, 1:] = torch.arange(4.0).repeat_interleave(4)[:, None]
+        embedding.pos_embed[0, 1:] = torch.arange(4.0).repeat_interleave(4)[:, None]
     assert torch.allclose(added(embedding, (4, 8))[1:, 0], torch.arange(4.0).repeat_interleave(8), atol=1e-5)
 
 
@@ -142,33 +143,23 @@ def test_a_gradient_of_rows_stays_one_when_resized(interpolation):
 @prefixes
 def test_set_grid(prefix, interpolation):
     embedding = positions((4, 4), prefix, interpolation)
-    expected, own = added(embedding, (3, 6)), embedding.table.detach().clone()
+    expected, own = added(embedding, (3, 6)), embedding.pos_embed.detach().clone()
     embedding.set_grid((3, 6))
-    assert embedding.grid == (3, 6)
-    assert isinstance(embedding.table, torch.nn.Parameter)
-    assert embedding.table.requires_grad
-    assert embedding.table.shape == (1, prefix + 18, 3)
-    torch.testing.assert_close(embedding.table[0].detach(), expected)
-    assert torch.equal(embedding.table[0, :prefix], own[0, :prefix])
+    assert embedding.resample_pos_embed.grid == (3, 6)
+    assert isinstance(embedding.pos_embed, torch.nn.Parameter)
+    assert embedding.pos_embed.requires_grad
+    assert embedding.pos_embed.shape == (1, prefix + 18, 3)
+    torch.testing.assert_close(embedding.pos_embed[0].detach(), expected)
+    assert torch.equal(embedding.pos_embed[0, :prefix], own[0, :prefix])
     torch.testing.assert_close(added(embedding, (3, 6)), expected)
 
 
 def test_positions_take_gradients_and_keep_dtype():
-    embedding = PositionEmbedding(3, (4, 4), num_prefix_tokens=1, dtype=torch.bfloat16)
+    embedding = LearnedPositions(3, (4, 4), num_prefix_tokens=1, dtype=torch.bfloat16)
     out = embedding(torch.zeros(1, 1 + 35, 3, dtype=torch.bfloat16), (5, 7))
     assert out.dtype == torch.bfloat16
     out.float().square().sum().backward()
-    assert embedding.table.grad.abs().max() > 0
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.parametrize("size", [(4, 4), (5, 7)])
-def test_script(size):
-    image = torch.randn(1, 3, *size)
-    for module in (ConvEmbed(3, 4, kernel=2, stride=2), PatchMerging(3, 4)):
-        torch.testing.assert_close(torch.jit.script(module)(image), module(image))
-    tokens, embedding = torch.randn(1, size[0] * size[1], 3), positions((4, 4))
-    torch.testing.assert_close(torch.jit.script(embedding)(tokens, size), embedding(tokens, size))
+    assert embedding.pos_embed.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("in_chans", [1, 3])
@@ -188,53 +179,54 @@ def test_large_patches_are_those_of_the_convolution(in_chans, kernel):
 
 
 def test_frozen_positions_are_resized_once():
-    positions = PositionEmbedding(4, (3, 3), num_prefix_tokens=1)
+    positions = LearnedPositions(4, (3, 3), num_prefix_tokens=1)
     x = torch.randn(1, 1 + 20, 4)
     expected = positions(x, (4, 5))
     positions.freeze()
     assert torch.equal(positions(x, (4, 5)), expected)
-    first = positions.keep_resized((4, 5))
-    assert positions.keep_resized((4, 5)) is first
-    assert torch.equal(positions(torch.zeros(1, 10, 4), (3, 3)), positions.table)
+    first = positions.at((4, 5))
+    assert positions.at((4, 5)) is first
+    assert torch.equal(positions(torch.zeros(1, 10, 4), (3, 3)), positions.pos_embed)
 
 
-def frozen(dim: int = 4, grid: tuple[int, int] = (3, 3)) -> PositionEmbedding:
+def frozen(dim: int = 4, grid: tuple[int, int] = (3, 3)) -> LearnedPositions:
     torch.manual_seed(0)
-    positions = PositionEmbedding(dim, grid, num_prefix_tokens=1)
+    positions = LearnedPositions(dim, grid, num_prefix_tokens=1)
     positions.freeze()
     return positions
 
 
-def resized(positions: PositionEmbedding, size: tuple[int, int]) -> torch.Tensor:
-    """What the positions should be: resized from the table as it is."""
-    return resize_positions(
-        positions.table, positions.grid, size, positions.num_prefix_tokens, positions.interpolation
+def resized(positions: LearnedPositions, size: tuple[int, int]) -> torch.Tensor:
+    """What the positions should be: resized from the learned ones as they are."""
+    resample = positions.resample_pos_embed
+    return resample_pos_embed(
+        positions.pos_embed, resample.grid, size, resample.num_prefix_tokens, resample.interpolation
     ).detach()
 
 
 def by_load(positions):
-    positions.load_state_dict({"table": torch.randn_like(positions.table)})
+    positions.load_state_dict({"pos_embed": torch.randn_like(positions.pos_embed)})
 
 
 def by_assignment(positions):
-    positions.load_state_dict({"table": torch.randn_like(positions.table)}, assign=True)
+    positions.load_state_dict({"pos_embed": torch.randn_like(positions.pos_embed)}, assign=True)
 
 
 def in_place(positions):
     with torch.no_grad():
-        positions.table.mul_(3)
+        positions.pos_embed.mul_(3)
 
 
 def by_data(positions):
-    positions.table.data.mul_(3)
+    positions.pos_embed.data.mul_(3)
 
 
 def by_numpy(positions):
-    positions.table.detach().numpy()[0, 3] += 1
+    positions.pos_embed.detach().numpy()[0, 3] += 1
 
 
 def by_new_data(positions):
-    positions.table.data = torch.randn_like(positions.table)
+    positions.pos_embed.data = torch.randn_like(positions.pos_embed)
 
 
 def there_and_back(positions):
@@ -254,44 +246,44 @@ CHANGES = {
     "double": lambda positions: positions.double(),
     "reset": lambda positions: positions.reset_parameters(),
     "grid": lambda positions: positions.set_grid((5, 2)),
-    "parameter": lambda positions: setattr(positions, "table", nn.Parameter(torch.randn(1, 10, 4))),
-    "interpolation": lambda positions: setattr(positions, "interpolation", "bilinear"),
+    "parameter": lambda positions: setattr(positions, "pos_embed", nn.Parameter(torch.randn(1, 10, 4))),
+    "interpolation": lambda positions: setattr(positions.resample_pos_embed, "interpolation", "bilinear"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_kept_positions_follow_the_table(change):
+def test_cached_positions_follow_the_learned_ones(change):
     positions = frozen()
     with torch.no_grad():
         before = positions.at((4, 5)).clone()
         CHANGES[change](positions)
         found = positions.at((4, 5))
-    assert found.dtype == positions.table.dtype
+    assert found.dtype == positions.pos_embed.dtype
     assert torch.equal(found, resized(positions, (4, 5)))
     assert not torch.equal(found.double(), before.double()) or change in ("bfloat16", "double")
 
 
-def test_kept_positions_of_many_sizes_do_not_add_up():
+def test_cached_positions_of_many_sizes_do_not_add_up():
     positions = frozen(64, (14, 14))
     with torch.no_grad():
         for side in range(20, 140):
             positions.at((side, side))
-    assert 0 < positions.resized.state.kept.nbytes <= 2**23
-    assert len(positions.resized.state.kept) <= 8
+    assert 0 < positions.resample_pos_embed.cache.state.cache.nbytes <= 2**23
+    assert len(positions.resample_pos_embed.cache.state.cache) <= 8
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_keep_positions_of_their_own(duplicate):
     positions = frozen(64, (14, 14))
     positions.at((40, 40))
-    assert len(pickle.dumps(positions)) < 1.2 * positions.table.nbytes
+    assert len(pickle.dumps(positions)) < 1.2 * positions.pos_embed.nbytes
     other = duplicate(positions)
-    assert other.resized.state is None
+    assert other.resample_pos_embed.cache.state is None
     with torch.no_grad():
-        other.table.mul_(2)
+        other.pos_embed.mul_(2)
     assert torch.equal(other.at((40, 40)), resized(other, (40, 40)))
     assert torch.equal(positions.at((40, 40)), resized(positions, (40, 40)))
-    assert list(positions.state_dict()) == ["table"]
+    assert list(positions.state_dict()) == ["pos_embed"]
 
 
 def test_positions_that_learn_again_get_gradients():
@@ -299,9 +291,9 @@ def test_positions_that_learn_again_get_gradients():
     positions.at((4, 5))
     positions.requires_grad_(True)
     for _ in range(2):
-        positions.table.grad = None
+        positions.pos_embed.grad = None
         positions.at((4, 5)).sum().backward()
-        assert positions.table.grad.abs().sum() > 0
+        assert positions.pos_embed.grad.abs().sum() > 0
 
 
 def test_positions_kept_in_inference_mode_serve_gradients_later():
@@ -318,25 +310,25 @@ def test_a_table_made_in_inference_mode_is_not_trusted():
     with torch.inference_mode():
         positions = frozen()
         positions.at((4, 5))
-        positions.table.mul_(2)
+        positions.pos_embed.mul_(2)
         assert torch.equal(positions.at((4, 5)), resized(positions, (4, 5)))
 
 
 def test_another_grid_leaves_positions_frozen():
     positions = frozen()
     positions.set_grid((5, 5))
-    assert not positions.table.requires_grad
-    learning = PositionEmbedding(4, (3, 3))
+    assert not positions.pos_embed.requires_grad
+    learning = LearnedPositions(4, (3, 3))
     learning.set_grid((5, 5))
-    assert learning.table.requires_grad
+    assert learning.pos_embed.requires_grad
 
 
 def test_functional_calls_see_their_own_table():
     positions, x = frozen(), torch.zeros(1, 21, 4)
     positions.at((4, 5))
-    table = torch.randn_like(positions.table)
-    found = torch.func.functional_call(positions, {"table": table}, (x, (4, 5)))
-    assert torch.equal(found, resize_positions(table, (3, 3), (4, 5), 1, "bicubic"))
+    table = torch.randn_like(positions.pos_embed)
+    found = torch.func.functional_call(positions, {"pos_embed": table}, (x, (4, 5)))
+    assert torch.equal(found, resample_pos_embed(table, (3, 3), (4, 5), 1, "bicubic"))
     batched = torch.func.vmap(lambda x: positions(x, (4, 5)))(torch.zeros(3, 1, 21, 4))
     assert torch.equal(batched[2], resized(positions, (4, 5)))
     gradient = torch.func.grad(lambda x: (positions(x, (4, 6)) ** 2).sum())(torch.zeros(1, 25, 4))
@@ -344,7 +336,7 @@ def test_functional_calls_see_their_own_table():
     assert torch.equal(positions.at((4, 6)), resized(positions, (4, 6)))
 
 
-def test_graphs_hold_no_kept_positions():
+def test_graphs_hold_no_cached_positions():
     positions, x = frozen(), torch.zeros(1, 21, 4)
     positions.at((4, 5))
 
@@ -365,7 +357,7 @@ def test_graphs_hold_no_kept_positions():
     for name, graph in graphs.items():
         assert torch.equal(graph(x), resized(positions, (4, 5))), name
     with torch.no_grad():
-        positions.table.mul_(2)
+        positions.pos_embed.mul_(2)
     # Exported programs and traces share the parameters.
     for name, graph in graphs.items():
         assert torch.equal(graph(x), resized(positions, (4, 5))), name

@@ -1,4 +1,4 @@
-"""Enhanced attention's own: the MLP of its block. Its numbers are in test_token_mixer.py."""
+"""Enhanced attention's own: the MLP of its block. Its numbers are in test_base_attention.py."""
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ def test_in_float32(randomise):
     q, k, v = torch.randn(3, 1, 2, 500, 32).bfloat16() * 100
     (windows,) = mixer.layout((20, 25))
     with torch.no_grad():
-        expected = mixer.mix(q.float(), k.float(), v.float(), windows)
-        assert torch.equal(mixer.mix(q, k, v, windows), expected.bfloat16())
+        expected = mixer.attend(q.float(), k.float(), v.float(), windows)
+        assert torch.equal(mixer.attend(q, k, v, windows), expected.bfloat16())
 
 
 def test_its_feature_map_is_no_choice():
-    assert EnhancedAttention.own_options == ()
+    assert EnhancedAttention.attn_kwargs_names == ()
     with pytest.raises(TypeError, match="feature_map"):
         EnhancedAttention(8, 2, feature_map="exp")

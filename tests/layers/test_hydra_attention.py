@@ -1,4 +1,4 @@
-"""Hydra attention's own. Its numbers are in test_token_mixer.py."""
+"""Hydra attention's own. Its numbers are in test_base_attention.py."""
 
 import torch
 

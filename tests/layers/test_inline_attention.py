@@ -1,11 +1,13 @@
-"""InLine attention's own: what it sees in shifted windows, its options. Its numbers are in test_token_mixer.py."""
+"""InLine attention's own: what it sees in shifted windows, its options. Its numbers are in test_base_attention.py."""
+
+import inspect
 
 import pytest
 import torch
 
 from inlinevit import ops
-from inlinevit.layers import CrossStripes, InLineAttention, LinearAttention, SquareWindows
-from inlinevit.ops.paths import PATHS
+from inlinevit.layers import Block, CrossStripes, InLineAttention, LinearAttention, SquareWindows
+from inlinevit.ops.paths import PATHS, Case
 
 
 def test_shifted_windows_see_across_the_seam():
@@ -113,16 +115,65 @@ def test_all_paths_agree_without_gradients(randomise):
     assert torch.equal(x, kept)
 
 
+def chosen_path(mixer: InLineAttention, x: torch.Tensor, size: tuple[int, int]) -> str:
+    """The path of all head groups."""
+    (path,) = {mixer.choose_path(x, windows) for windows in mixer.layout(size)}
+    return path
+
+
 def test_the_layer_folds_where_it_can():
     mixer, x = InLineAttention(8, 2), torch.randn(1, 64, 8)
-    assert mixer.choose_path(x, (8, 8)) == "folded"
-    assert mixer.choose_path(x[:, :9], (3, 3)) == "covariance"
-    assert mixer.choose_path(x[:, :2], (1, 2)) == "explicit"
-    assert InLineAttention(8, 2, feature_map="relu").choose_path(x, (8, 8)) == "covariance"
-    assert InLineAttention(8, 2, layout=SquareWindows(4, shifted=False)).choose_path(x, (8, 8)) == "covariance"
-    assert InLineAttention(8, 2, layout=CrossStripes(2)).choose_path(x, (8, 8)) == "covariance"
+    assert chosen_path(mixer, x, (8, 8)) == "folded"
+    assert chosen_path(mixer, x[:, :9], (3, 3)) == "covariance"
+    assert chosen_path(mixer, x[:, :2], (1, 2)) == "explicit"
+    assert chosen_path(InLineAttention(8, 2, feature_map="relu"), x, (8, 8)) == "covariance"
+    assert chosen_path(InLineAttention(8, 2, layout=SquareWindows(4, shifted=False)), x, (8, 8)) == "covariance"
+    assert chosen_path(InLineAttention(8, 2, layout=CrossStripes(2)), x, (8, 8)) == "covariance"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert mixer.choose_path(x, (8, 8)) == "covariance"
+        assert chosen_path(mixer, x, (8, 8)) == "covariance"
+
+
+def test_stripes_that_cover_the_map_for_one_head_group_are_not_folded(randomise, reference):
+    mixer = randomise(InLineAttention(8, 2, layout=CrossStripes(5)))
+    x = torch.randn(2, 35, 8, dtype=torch.float64)
+    assert chosen_path(mixer, x, (7, 5)) == "covariance"
+    torch.testing.assert_close(mixer(x, (7, 5)), reference(mixer, x, (7, 5)), rtol=0, atol=1e-10)
+
+
+def test_windows_choose_their_own_path():
+    """By the tokens of a window: few make the explicit form cheaper, unless some of them are padding."""
+    mixer = InLineAttention(32, 2, layout=SquareWindows(3, shifted=False))
+    assert chosen_path(mixer, torch.randn(1, 36, 32), (6, 6)) == "explicit"
+    assert chosen_path(mixer, torch.randn(1, 35, 32), (5, 7)) == "covariance"
+
+
+def test_the_path_is_chosen_once(monkeypatch):
+    """With one case for each head group; the op takes the path that the layer has chosen."""
+    cases = []
+    monkeypatch.setattr("inlinevit.layers.inline_attention.Case", lambda **case: cases.append(case) or Case(**case))
+    monkeypatch.setattr("inlinevit.ops.inline.Case", lambda **case: pytest.fail("the op has chosen again"))
+    for layout, groups in ((None, 1), (SquareWindows(3, shifted=True), 1), (CrossStripes(2), 2)):
+        for mixer in (InLineAttention(8, 2, layout=layout), InLineAttention(8, 2, layout=layout, feature_map="relu")):
+            cases.clear()
+            mixer(torch.randn(1, 35, 8), (5, 7))
+            assert len(cases) == groups
+
+
+def test_few_frames_between_the_block_and_the_op(monkeypatch):
+    """Block.forward and the op included, five functions of this library."""
+    names = []
+
+    def attention(q, k, v, **options):
+        frame = inspect.currentframe().f_back
+        while frame is not None:
+            if frame.f_globals["__name__"].startswith("inlinevit."):
+                names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr("inlinevit.ops.inline_attention", attention)
+    Block(InLineAttention(8, 2, feature_map="relu"), 8)(torch.randn(1, 35, 8), (5, 7))
+    assert names == ["attend", "forward", "attention_branch", "forward"]
 
 
 def test_a_projection_that_is_more_than_its_weights_is_called():
@@ -135,7 +186,7 @@ def test_a_projection_that_is_more_than_its_weights_is_called():
     x = torch.randn(1, 64, 8)
     adapted = InLineAttention(8, 2)
     adapted.qkv = Adapted(8, 24)
-    assert adapted.choose_path(x, (8, 8)) == "covariance"
+    assert chosen_path(adapted, x, (8, 8)) == "covariance"
     adapted.path = "folded"
     with pytest.raises(ValueError, match="'folded' is not possible here"):
         adapted(x, (8, 8))
@@ -145,7 +196,7 @@ def test_a_projection_that_is_more_than_its_weights_is_called():
     hooked(x, (8, 8))
     assert len(seen) == 1
     handle.remove()
-    assert hooked.choose_path(x, (8, 8)) == "folded"
+    assert chosen_path(hooked, x, (8, 8)) == "folded"
 
 
 def test_an_unknown_path_is_refused():

@@ -11,7 +11,7 @@ from inlinevit.layers.layouts import (
     covers_map,
     padded_size,
     shift_mask,
-    take_share,
+    take_head_group,
     window_mask,
     window_partition,
     window_reverse,
@@ -81,7 +81,7 @@ def test_square_windows(window_size, size, shifted):
     for length, window, shift in axes:
         assert window == min(window_size, length)
         assert shift == (window_size // 2 if shifted and window_size < length else 0)
-    assert (windows.map_height, windows.map_width, windows.share, windows.shares) == (*size, 0, 1)
+    assert (windows.map_height, windows.map_width, windows.head_group, windows.num_head_groups) == (*size, 0, 1)
     assert covers_map(windows) == (window_size >= max(size))
 
 
@@ -102,8 +102,8 @@ def test_cross_stripes_halves():
     assert padded_size(upright) == (6, 8)
     assert padded_size(lying) == (6, 7)
     parameter = torch.arange(12).view(6, 2)
-    assert torch.equal(take_share(parameter, upright), parameter[:3])
-    assert torch.equal(take_share(parameter, lying), parameter[3:])
+    assert torch.equal(take_head_group(parameter, upright), parameter[:3])
+    assert torch.equal(take_head_group(parameter, lying), parameter[3:])
 
 
 @PROPERTY
@@ -117,7 +117,7 @@ def test_cross_stripes_run_through_the_map(stripe, size):
             (size[0], min(stripe, size[1])),
             (min(stripe, size[0]), size[1]),
         ]
-        assert [(w.share, w.shares) for w in shares] == [(0, 2), (1, 2)]
+        assert [(w.head_group, w.num_head_groups) for w in shares] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

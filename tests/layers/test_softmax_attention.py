@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from inlinevit import ops
 from inlinevit.layers import CrossStripes, SoftmaxAttention, SquareWindows
-from inlinevit.layers.softmax_attention import KEPT_MASKS, find_hidden_pairs, hidden_pairs
+from inlinevit.layers.softmax_attention import MASK_CACHE, compute_masked_pairs, masked_pairs
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
@@ -30,21 +30,21 @@ def test_reduction(randomise, reduction, size, qkv_bias):
 
 @pytest.mark.parametrize("unit_queries", [False, True])
 @pytest.mark.parametrize("size", [(4, 6), (5, 7)])
-def test_rows_and_shares_with_reduction(randomise, size, unit_queries):
-    """Queries of all tokens, keys and values of the reduced map; also some queries at a time, and some keys unseen."""
+def test_weights_and_partition_with_reduction(randomise, size, unit_queries):
+    """Queries of all tokens, keys and values of the reduced map; also some queries at a time, and some keys masked."""
     mixer = randomise(SoftmaxAttention(8, 2, reduction=2, unit_queries=unit_queries)).requires_grad_(False)
     count, reduced = size[0] * size[1], -(-size[0] // 2) * -(-size[1] // 2)
     x = torch.randn(2, count, 8, dtype=torch.float64)
-    (share,) = mixer.shares(x, size, x)
-    assert share.q.shape == (2, 2, count, 4)
-    assert share.k.shape == share.v.shape == (2, 2, reduced, 4)
-    assert share.kernels is share.bias is None
-    rows = mixer.rows(share.q, share.k, share.v, share.windows)
-    out = (rows @ share.v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(out, mixer.attend(x, size, x), rtol=0, atol=1e-10)
-    seen = torch.rand(1, 1, count, reduced) < 0.5
-    part = mixer.rows(share.q[:, :, 3:9], share.k, share.v, share.windows, seen[:, :, 3:9], first=3)
-    expected = (rows * seen)[:, :, 3:9]
+    ((q, k, v, windows),) = mixer.partition(x, size)
+    assert q.shape == (2, 2, count, 4)
+    assert k.shape == v.shape == (2, 2, reduced, 4)
+    assert mixer.local_kernels(x, windows) is mixer.static_kernels(windows) is None
+    weights = mixer.attention_weights(q, k, v, windows)
+    out = (weights @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(mixer.proj(out), mixer(x, size), rtol=0, atol=1e-10)
+    attn_mask = torch.rand(1, 1, count, reduced) < 0.5
+    part = mixer.attention_weights(q[:, :, 3:9], k, v, windows, attn_mask[:, :, 3:9], first=3)
+    expected = (weights * attn_mask)[:, :, 3:9]
     expected = expected / expected.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(part, expected.nan_to_num(0.0), rtol=0, atol=1e-10)
 
@@ -53,13 +53,13 @@ def test_unit_queries_lose_the_length_of_queries():
     mixer = SoftmaxAttention(8, 2, unit_queries=True)
     (windows,) = mixer.layout((3, 5))
     q, k, v = torch.randn(3, 2, 2, 15, 4)
-    out = mixer.mix(q, k, v, windows)
-    torch.testing.assert_close(mixer.mix(3 * q, k, v, windows), out)
-    torch.testing.assert_close(mixer.mix(q, k, v, windows), ops.softmax_attention(F.normalize(q, dim=-1), k, v))
-    assert not torch.allclose(mixer.mix(-q, k, v, windows), out)
+    out = mixer.attend(q, k, v, windows)
+    torch.testing.assert_close(mixer.attend(3 * q, k, v, windows), out)
+    torch.testing.assert_close(mixer.attend(q, k, v, windows), ops.softmax_attention(F.normalize(q, dim=-1), k, v))
+    assert not torch.allclose(mixer.attend(-q, k, v, windows), out)
     mixer.unit_queries = False
-    assert not torch.allclose(mixer.mix(q, k, v, windows), out)
-    assert mixer.mix(q * 0, k, v, windows).isfinite().all()
+    assert not torch.allclose(mixer.attend(q, k, v, windows), out)
+    assert mixer.attend(q * 0, k, v, windows).isfinite().all()
 
 
 def test_gradients_reach_the_reduction(randomise):
@@ -149,10 +149,10 @@ def test_shifted_windows_hide_the_other_side():
 
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (3, 9)])
-def test_hidden_pairs(slots, may_see, size, shifted):
+def test_masked_pairs(slots, may_see, size, shifted):
     """Padding and the other side of the seam; but every token, padding too, sees itself, so that no row is empty."""
     (windows,) = SquareWindows(4, shifted=shifted)(size)
-    hidden = hidden_pairs(windows, torch.device("cpu"))
+    hidden = masked_pairs(windows, torch.device("cpu"))
     expected = torch.tensor(
         [
             [[a is not b and (b.token is None or not may_see(a, b)) for b in window] for a in window]
@@ -170,24 +170,24 @@ def test_masks_are_made_once_and_serve_training_after_inference(monkeypatch):
 
     def counted(*arguments):
         made.append(arguments)
-        return find_hidden_pairs(*arguments)
+        return compute_masked_pairs(*arguments)
 
-    monkeypatch.setattr("inlinevit.layers.softmax_attention.find_hidden_pairs", counted)
+    monkeypatch.setattr("inlinevit.layers.softmax_attention.compute_masked_pairs", counted)
     mixer, x = SoftmaxAttention(8, 2, layout=SquareWindows(3, shifted=True)), torch.randn(2, 49, 8)
-    KEPT_MASKS.clear()
+    MASK_CACHE.clear()
     with torch.inference_mode():
         expected = mixer(x, (7, 7))
     out = mixer(x, (7, 7))
     out.sum().backward()
     torch.testing.assert_close(out, expected)
-    assert len(made) == len(KEPT_MASKS) == 1
+    assert len(made) == len(MASK_CACHE) == 1
 
 
 def test_masks_of_many_sizes_do_not_add_up():
     mixer = SoftmaxAttention(8, 2, layout=SquareWindows(7, shifted=True))
-    KEPT_MASKS.clear()
+    MASK_CACHE.clear()
     with torch.no_grad():
         for side in range(60, 100):
             mixer(torch.randn(1, side * side, 8), (side, side))
-    assert 0 < len(KEPT_MASKS) <= 16
-    assert 0 < KEPT_MASKS.nbytes <= 2**25
+    assert 0 < len(MASK_CACHE) <= 16
+    assert 0 < MASK_CACHE.nbytes <= 2**25

@@ -81,9 +81,13 @@ def test_what_is_said(options: dict[str, Any], sentence: str) -> None:
         (
             "pvt_tiny",
             {"depths": [1] * 5, "embed_dims": [8] * 5, "num_heads": [1] * 5, "mlp_ratios": [1] * 5},
-            "sr_ratios are known for 4 stages, not 5: name them",
+            "sr_ratios have no default for 5 stages: pass one entry per stage",
         ),
-        ("cswin_tiny", {"depths": [1] * 5, "num_heads": [2] * 5}, "split_sizes are known for 4 stages, not 5"),
+        (
+            "cswin_tiny",
+            {"depths": [1] * 5, "num_heads": [2] * 5},
+            "split_sizes have no default for 5 stages: pass one entry per stage",
+        ),
         ("inline_swin_tiny", {"softmax_window_size": 0}, "softmax_window_size is 0: it should be at least 1"),
         ("cswin_tiny", {"split_sizes": [1, 2, 0, 7]}, r"split_sizes is \[1, 2, 0, 7\]: it should be at least 1"),
     ],
@@ -96,7 +100,7 @@ def test_stages_that_make_no_sense(name: str, options: dict[str, Any], sentence:
 def test_edges_are_good() -> None:
     """YAML has lists for tuples; images may be large; a head is not needed."""
     model = timm.create_model("inline_deit_tiny", img_size=[16384, 4096], num_classes=0, depth=1, device="meta")
-    assert model.stages[0].positions.grid == (1024, 256)
+    assert model.stages[0].resample_pos_embed.grid == (1024, 256)
     model.reset_classifier(2)
     with pytest.raises(ValueError, match="num_classes is -3: it should be at least 0"):
         model.reset_classifier(-3)

@@ -28,7 +28,7 @@ from timm.models import adapt_input_conv, get_pretrained_cfg
 from torch import Tensor, nn
 
 import inlinevit  # noqa: F401  registers the models
-from inlinevit.layers.embed import resize_positions
+from inlinevit.layers.embed import resample_pos_embed
 from inlinevit.models import InLineDeiT, load_checkpoint
 from inlinevit.models._checkpoint import adapt_state_dict
 from inlinevit.models._weight_files import CONFIG_CLASS, read_state_dict
@@ -240,33 +240,33 @@ def test_values_land_where_they_belong(
 
 PLACES = {
     "inline_deit_tiny": {
-        "stages.0.class_token": ["cls_token"],
-        "stages.0.positions.table": ["pos_embed"],
-        "stages.0.embed.proj.weight": ["patch_embed.proj.weight"],
+        "stages.0.cls_token": ["cls_token"],
+        "stages.0.pos_embed": ["pos_embed"],
+        "stages.0.patch_embed.proj.weight": ["patch_embed.proj.weight"],
         "stages.0.blocks.0.attn.qkv.bias": ["blocks.0.attn.qkv.bias"],
         "stages.0.blocks.0.attn.local_residual.fc1.weight": ["blocks.0.attn.residual.0.weight"],
         "stages.0.blocks.0.attn.local_residual.fc2.bias": ["blocks.0.attn.residual.2.bias"],
         "norm.weight": ["norm.weight"],
     },
     "inline_pvt_tiny": {
-        "stages.2.positions.table": ["pos_embed3"],
-        "stages.3.embed.norm.weight": ["patch_embed4.norm.weight"],
+        "stages.2.pos_embed": ["pos_embed3"],
+        "stages.3.downsample.norm.weight": ["patch_embed4.norm.weight"],
         "stages.1.blocks.0.attn.qkv.weight": ["block2.0.attn.q.weight", "block2.0.attn.kv.weight"],
         "stages.1.blocks.0.attn.qkv.bias": ["block2.0.attn.q.bias", "block2.0.attn.kv.bias"],
         "stages.3.blocks.0.norm1.weight": ["block4.0.norm1.weight"],
         "stages.3.blocks.0.norm2.weight": ["block4.0.norm2.weight"],
     },
     "inline_swin_tiny": {
-        "stages.0.embed.proj.bias": ["patch_embed.proj.bias"],
-        **{f"stages.{i + 1}.embed.norm.weight": [f"layers.{i}.downsample.norm.weight"] for i in range(3)},
-        "stages.2.embed.reduction.weight": ["layers.1.downsample.reduction.weight"],
+        "stages.0.patch_embed.proj.bias": ["patch_embed.proj.bias"],
+        **{f"stages.{i + 1}.downsample.norm.weight": [f"layers.{i}.downsample.norm.weight"] for i in range(3)},
+        "stages.2.downsample.reduction.weight": ["layers.1.downsample.reduction.weight"],
         "stages.3.blocks.0.attn.relative_position_bias_table": ["layers.3.blocks.0.attn.relative_position_bias_table"],
         "stages.2.blocks.0.mlp.fc1.weight": ["layers.2.blocks.0.mlp.fc1.weight"],
     },
     "inline_cswin_tiny": {
-        "stages.0.embed.proj.weight": ["stage1_conv_embed.0.weight"],
-        "stages.0.embed.norm.weight": ["stage1_conv_embed.2.weight"],
-        "stages.3.embed.proj.weight": ["merge3.conv.weight"],
+        "stages.0.patch_embed.proj.weight": ["stage1_conv_embed.0.weight"],
+        "stages.0.patch_embed.norm.weight": ["stage1_conv_embed.2.weight"],
+        "stages.3.downsample.proj.weight": ["merge3.conv.weight"],
         "stages.0.blocks.0.attn.qkv.weight": ["stage1.0.qkv.weight"],
         "stages.2.blocks.0.attn.lepe.weight": [f"stage3.0.attns.{i}.get_v.weight" for i in range(2)],
         "stages.2.blocks.0.attn.lepe.bias": [f"stage3.0.attns.{i}.get_v.bias" for i in range(2)],
@@ -340,10 +340,10 @@ def test_timm_loads_a_file(name: str, shallow: Callable[[str], dict[str, Tensor]
         expected = whole.forward_intermediates(x, indices=[0], intermediates_only=True)
         assert torch.equal(features(x)[0], expected[0])
 
-        first_conv = whole.stages[0].embed.proj.weight
+        first_conv = whole.stages[0].patch_embed.proj.weight
         for in_chans in (1, 4):
             other = create(in_chans=in_chans)
-            assert torch.equal(other.stages[0].embed.proj.weight, adapt_input_conv(in_chans, first_conv))
+            assert torch.equal(other.stages[0].patch_embed.proj.weight, adapt_input_conv(in_chans, first_conv))
             assert torch.equal(other.head.weight, whole.head.weight)
 
 
@@ -358,9 +358,9 @@ def test_timm_loads_weights_at_hand(in_chans: int, shallow: Callable[[str], dict
     overlay = {"state_dict": weights}
     model = make("inline_pvt_tiny", pretrained=True, pretrained_cfg_overlay=overlay, in_chans=in_chans, img_size=96)
     expected = adapt_input_conv(in_chans, weights["patch_embed1.proj.weight"])
-    assert torch.equal(model.stages[0].embed.proj.weight, expected)
+    assert torch.equal(model.stages[0].patch_embed.proj.weight, expected)
     assert torch.equal(model.head.weight, weights["head.weight"])
-    assert model.stages[3].positions.table.shape == (1, 9, 512)
+    assert model.stages[3].pos_embed.shape == (1, 9, 512)
 
 
 def test_our_own_head_for_other_classes_loads(tmp_path: Path) -> None:
@@ -546,8 +546,8 @@ def test_positions_are_resized_as_the_model_does_it(
     with torch.no_grad():
         assert (resized(x) - model(x)).abs().max() < 1e-5
         # The logits do depend on how positions are resized.
-        blurred = resized.stages[0].positions
-        blurred.table.copy_(blurred.table.mean(dim=1, keepdim=True).expand_as(blurred.table))
+        pos_embed = resized.stages[0].pos_embed
+        pos_embed.copy_(pos_embed.mean(dim=1, keepdim=True).expand_as(pos_embed))
         assert (resized(x) - model(x)).abs().max() > 1e-4
 
 
@@ -557,13 +557,11 @@ def test_our_own_positions_are_resized(name: str, tmp_path: Path) -> None:
     torch.save(source.state_dict(), tmp_path / "own.pth")
     model = make(name, img_size=(96, 160))
     load_checkpoint(model, tmp_path / "own.pth")
-    for stage, old in zip(model.stages, source.stages):
-        positions, was = stage.positions, old.positions
-        expected = resize_positions(
-            was.table, was.grid, positions.grid, positions.num_prefix_tokens, positions.interpolation
-        )
-        assert positions.table.shape == expected.shape
-        assert torch.equal(positions.table, expected)
+    for stage, old in zip(model.stages, source.stages, strict=True):
+        new, grid = stage.resample_pos_embed, old.resample_pos_embed.grid
+        expected = resample_pos_embed(old.pos_embed, grid, new.grid, new.num_prefix_tokens, new.interpolation)
+        assert stage.pos_embed.shape == expected.shape
+        assert torch.equal(stage.pos_embed, expected)
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_pvt_tiny"])
@@ -571,7 +569,7 @@ def test_constant_positions_stay_constant(name: str, parameters: dict[str, Any])
     model = make(name, img_size=(96, 320), device="meta")
     adapted = adapt_state_dict(hollow(parameters[name], 0.5), model)
     for key, value in model.state_dict().items():
-        if key.endswith("positions.table"):
+        if key.endswith("pos_embed"):
             assert adapted[key].shape == value.shape
             torch.testing.assert_close(adapted[key], torch.full(value.shape, 0.5))
 
@@ -579,7 +577,7 @@ def test_constant_positions_stay_constant(name: str, parameters: dict[str, Any])
 def test_class_token_positions_are_kept(shallow: Callable[[str], dict[str, Tensor]]) -> None:
     weights = shallow("inline_deit_tiny")
     adapted = adapt_state_dict(weights, make("inline_deit_tiny", img_size=256, device="meta"))
-    assert torch.equal(adapted["stages.0.positions.table"][:, 0], weights["pos_embed"][:, 0])
+    assert torch.equal(adapted["stages.0.pos_embed"][:, 0], weights["pos_embed"][:, 0])
 
 
 def test_positions_of_an_unknown_grid(tmp_path: Path) -> None:
@@ -590,7 +588,7 @@ def test_positions_of_an_unknown_grid(tmp_path: Path) -> None:
         assert_loaded(make("inline_deit_tiny", img_size=(112, 448)), source, tmp_path / "wide.pth")
     # A grid that cannot be guessed is not resized.
     torch.save(make("inline_deit_tiny", img_size=(112, 224)).state_dict(), tmp_path / "half.pth")
-    with pytest.raises(ValueError, match=r"positions\.table float32 \(1, 99, 192\) for float32 \(1, 197, 192\)"):
+    with pytest.raises(ValueError, match=r"pos_embed float32 \(1, 99, 192\) for float32 \(1, 197, 192\)"):
         load_checkpoint(make("inline_deit_tiny"), tmp_path / "half.pth")
 
 
@@ -868,7 +866,7 @@ def test_a_larger_model_of_the_family_is_refused(shallow: Callable[[str], dict[s
         load_checkpoint(model, path)
     # All but the head's bias.
     count = len(model.state_dict()) - 1
-    assert f"0 missing; 0 unexpected; {count} of another shape or type (stages.0.class_token " in str(caught.value)
+    assert f"0 missing; 0 unexpected; {count} of another shape or type (stages.0.cls_token " in str(caught.value)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 1200
 
@@ -944,7 +942,10 @@ def test_misfit_relative_positions_are_refused(
 def test_channels_that_cannot_be_adapted_are_refused(in_chans: int, tmp_path: Path) -> None:
     torch.save(make("inline_pvt_tiny", in_chans=5).state_dict(), tmp_path / "five.pth")
     model = make("inline_pvt_tiny", in_chans=in_chans)
-    with unchanged(model), pytest.raises(ValueError, match=r"stages\.0\.embed\.proj\.weight float32 \(64, 5, 4, 4\)"):
+    with (
+        unchanged(model),
+        pytest.raises(ValueError, match=r"stages\.0\.patch_embed\.proj\.weight float32 \(64, 5, 4, 4\)"),
+    ):
         load_checkpoint(model, tmp_path / "five.pth")
 
 
@@ -1005,7 +1006,7 @@ def test_a_head_for_other_classes_is_left_out_with_a_warning(
         load_checkpoint(model, path)
     assert len(warned) == 1
     assert_same(model.head.state_dict(), before)
-    assert torch.equal(model.stages[0].embed.norm.weight, shallow("inline_pvt_tiny")["patch_embed1.norm.weight"])
+    assert torch.equal(model.stages[0].patch_embed.norm.weight, shallow("inline_pvt_tiny")["patch_embed1.norm.weight"])
     with unchanged(model), pytest.raises(ValueError, match="has a head for 1000 classes, but 5 are needed"):
         load_checkpoint(model, path, new_head=False)
     # Nothing to say where there is no head, or the right one.

@@ -11,12 +11,12 @@ from inlinevit.models import attention_by_stage
 
 FAMILIES = ("inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny")
 # Those with parameters of their own.
-LEARNING_RIVALS = ("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny")
+LEARNING_BASELINES = ("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny")
 SHALLOW = {
-    "inline_deit_tiny": {"depth": 3},
-    "inline_pvt_tiny": {"depths": (1, 1, 1, 1)},
-    "inline_swin_tiny": {"depths": (1, 1, 2, 2)},
-    "inline_cswin_tiny": {"depths": (1, 1, 2, 1)},
+    "inline_deit_tiny": {"depth": 3, "embed_dim": 24, "num_heads": 3, "img_size": 64},
+    "inline_pvt_tiny": {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 40, 64), "img_size": 64},
+    "inline_swin_tiny": {"depths": (1, 1, 2, 2), "embed_dim": 24},
+    "inline_cswin_tiny": {"depths": (1, 1, 2, 1), "embed_dim": 16},
 }
 
 
@@ -25,9 +25,15 @@ def shallow(name: str, **options):
     return create_model(name, num_classes=7, **SHALLOW[name], **options).eval()
 
 
+def one_block_per_stage(name: str):
+    """A model that is recorded in seconds; its last stages have softmax windows or stripes where the family does."""
+    options = {**SHALLOW[name], **({"depth": 1} if "depth" in SHALLOW[name] else {"depths": (1, 1, 1, 1)})}
+    return create_model(name, num_classes=7, **options).eval()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiles_as_one_graph(name):
-    model, images = shallow(name), torch.randn(2, 3, 96, 64)
+    model, images = one_block_per_stage(name), torch.randn(2, 3, 96, 64)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images))
@@ -48,23 +54,13 @@ def test_inductor_trains_as_eager_does(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exports_with_a_dynamic_batch(name):
-    model = shallow(name)
+    model = one_block_per_stage(name)
     exported = torch.export.export(
         model, (torch.randn(2, 3, 64, 96),), dynamic_shapes=({0: torch.export.Dim("batch")},)
     )
     images = torch.randn(5, 3, 64, 96)
     with torch.no_grad():
         torch.testing.assert_close(exported.module()(images), model(images))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_scripts_for_any_size(name):
-    model = shallow(name)
-    scripted = torch.jit.script(model)
-    with torch.no_grad():
-        for size in ((64, 64), (75, 98)):
-            images = torch.randn(2, 3, *size)
-            torch.testing.assert_close(scripted(images), model(images))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -149,8 +145,8 @@ def test_norms_biases_positions_and_tables_do_not_decay(name, options):
     decaying_names = {names[id(parameter)] for parameter in decaying["params"]}
     for key, parameter in model.named_parameters():
         particular = (
-            "class_token",
-            "positions.table",
+            "cls_token",
+            "pos_embed",
             "relative_position_bias_table",
             "feature_map.bias",
             "attn.spread",
@@ -173,7 +169,7 @@ def test_layer_decay_grows_with_depth(name):
     scales = [scale[key] for key in blocks]
     assert scales == sorted(scales)
     assert len(set(scales)) == len(scales)
-    assert scale["stages.0.embed.proj.weight"] < min(scales)
+    assert scale["stages.0.patch_embed.proj.weight"] < min(scales)
     assert scale["head.weight"] == 1 > max(scales)
 
 
@@ -189,23 +185,25 @@ def test_a_pruned_model_works_on(name):
         assert model.forward_features(images).shape == maps[1].shape
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_RIVALS])
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_BASELINES])
 def test_init_weights_fills_an_empty_model(name):
     torch.manual_seed(0)
-    model = create_model(name, device="meta").to_empty(device="cpu")
+    options = {"depth": 2} if "deit" in name else {"depths": (1, 1, 2, 1)}
+    model = create_model(name, device="meta", **options).to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
     model.init_weights()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    fresh = create_model(name)
+    fresh = create_model(name, **options)
     for (key, parameter), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
         spread, expected = parameter.std(correction=0).item(), other.std(correction=0).item()
         assert spread == pytest.approx(expected, rel=0.3, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_RIVALS])
+@pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_BASELINES])
 def test_an_empty_batch_is_answered_empty(name):
-    assert create_model(name, num_classes=3).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
+    options = {"depth": 1} if "deit" in name else {"depths": (1, 1, 1, 1)}
+    assert create_model(name, num_classes=3, **options).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -223,8 +221,8 @@ def test_softmax_swin_answers_as_timms_does():
     weights = {}
     for name, value in theirs.state_dict().items():
         if not name.endswith(("relative_position_index", "attn_mask")):
-            name = name.replace("patch_embed.", "stages.0.embed.").replace("layers.", "stages.")
-            weights[name.replace(".downsample.", ".embed.").replace("head.fc.", "head.")] = value
+            name = name.replace("patch_embed.", "stages.0.patch_embed.").replace("layers.", "stages.")
+            weights[name.replace("head.fc.", "head.")] = value
     ours.load_state_dict(weights)
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -249,7 +247,7 @@ def test_attention_is_spelled_out_by_stage_and_block():
     "words", [("linear", "inline", "softmax", "inline"), ("hydra", "focused", "angular", "enhanced")]
 )
 def test_any_mix_by_stage(name, words):
-    model = create_model(name, attention=words, num_classes=4)
+    model = create_model(name, attention=words, num_classes=4, depths=(1, 1, 1, 1))
     assert [type(stage.blocks[0].attn).__name__.lower().removesuffix("attention") for stage in model.stages] == [*words]
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 4)
 

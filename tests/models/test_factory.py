@@ -1,12 +1,14 @@
-"""Weights of whole models: they fit, or nothing is loaded."""
+"""Arguments of models, and weights of whole models: they fit, or nothing is loaded."""
 
+import re
 from collections import OrderedDict
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
-from inlinevit.models.factory import load_weights
+from inlinevit.models.factory import create_from_weights, load_weights, supported_arguments
 
 CLASSES = 5
 
@@ -77,3 +79,65 @@ def test_nothing_is_loaded_of_weights_that_do_not_fit(misfit: str) -> None:
         load_weights(model, weights, "f", by_class=["classify"])
     assert "\n" not in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "unknown"),
+    [
+        ("inline_swin_tiny", {"img_size", "drop_path_rate", "attention"}, {"strict_img_size", "self"}),
+        ("resnet18", {"block", "drop_path_rate", "in_chans"}, {"img_size"}),
+        ("swin_tiny_patch4_window7_224", {"img_size", "drop_path_rate", "strict_img_size"}, set()),
+        # Its constructor takes *args and **kwargs: the arguments are those of VisionTransformer.
+        ("deit_tiny_distilled_patch16_224", {"img_size", "drop_path_rate", "depth"}, {"kwargs", "args"}),
+        # Has neither.
+        ("vgg11", {"drop_rate"}, {"img_size", "drop_path_rate"}),
+    ],
+)
+def test_supported_arguments(name: str, known: set[str], unknown: set[str]) -> None:
+    state = torch.get_rng_state()
+    found = set(supported_arguments(name))
+    assert known <= found
+    assert not unknown & found
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def paper_name(name: str) -> str:
+    """What the authors of PVTv2 call a weight of timm's model."""
+    name = re.sub(r"^patch_embed\.", "patch_embed1.", name)
+    name = re.sub(r"^stages\.(\d)\.downsample\.", lambda found: f"patch_embed{int(found[1]) + 1}.", name)
+    name = re.sub(r"^stages\.(\d)\.blocks\.", lambda found: f"block{int(found[1]) + 1}.", name)
+    name = re.sub(r"^stages\.(\d)\.norm\.", lambda found: f"norm{int(found[1]) + 1}.", name)
+    return name.replace("dwconv.", "dwconv.dwconv.")
+
+
+def test_weights_under_other_names_are_recognised() -> None:
+    """timm converts the names; a weight that is missing is reported."""
+    name = "pvt_v2_b0"
+
+    def create(**more: object) -> nn.Module:
+        return timm.create_model(name, num_classes=7, **more)
+
+    weights = copy_of(create())
+    published = {paper_name(key): value for key, value in weights.items()}
+    assert published.keys() != weights.keys()
+    model = create_from_weights("f", name, published, 7, create)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    del published["block1.0.attn.q.weight"]
+    with pytest.raises(ValueError, match=rf"f does not hold the weights of {name} \(.*stages\.0\.blocks\.0\.attn\.q"):
+        create_from_weights("f", name, published, 7, create)
+
+
+def test_features_need_all_their_weights() -> None:
+    """With features_only, timm is not strict: it would take any file."""
+    name = "test_resnet"
+
+    def create(**more: object) -> nn.Module:
+        return timm.create_model(name, features_only=True, **more)
+
+    weights = copy_of(timm.create_model(name, num_classes=7))
+    body = create_from_weights("f", name, weights, 7, create)
+    own = body.state_dict()
+    assert torch.equal(own["layer1.0.conv1.weight"], weights["layer1.0.conv1.weight"])
+    for wrong in ({"a": torch.ones(2)}, {key: value for key, value in weights.items() if "layer3.0.conv1" not in key}):
+        with pytest.raises(ValueError, match=r"f does not hold the weights of test_resnet \(.* is not in it"):
+            create_from_weights("f", name, wrong, 7, create)

@@ -12,8 +12,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import inlinevit
-from inlinevit.layers import Block, PositionEmbedding
-from inlinevit.layers.block import compiled
+from inlinevit.layers import ATTENTIONS, Block, InLineAttention
+from inlinevit.layers._cached_pos_embed import CachedResamplePosEmbed
+from inlinevit.models.inference import CompiledForward, InferenceBlock, compiled
+from tests.positions import LearnedPositions
 
 SHALLOW = {
     "inline_deit_tiny": {"img_size": 64, "depth": 3, "embed_dim": 48},
@@ -75,6 +77,37 @@ def test_only_the_class_token_is_computed_in_the_last_block():
     assert optimized.forward_features(torch.randn(1, 3, 64, 64)).shape == (1, 17, 48)
 
 
+@pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_prefix_alone_is_the_prefix(kind, hooked):
+    """With a hook on the attention, which gets all tokens, too."""
+    torch.manual_seed(0)
+    block = Block(kind(8, 2), 8, local_mlp=kind.wants_local_mlp).double().eval()
+    for parameter in block.parameters():
+        parameter.data.add_(0.5 * torch.randn_like(parameter))
+    x = torch.randn(2, 3 + 20, 8, dtype=torch.float64)
+    expected = block(x, (4, 5))[:, :3]
+    InferenceBlock.replace(block, compile_branches=False)
+    shapes = []
+    if hooked:
+        block.attn.register_forward_hook(lambda module, arguments, output: shapes.append(tuple(output.shape)))
+    torch.testing.assert_close(block(x, (4, 5), prefix_only=True), expected, rtol=0, atol=1e-12)
+    assert shapes == [(2, 23, 8)] * hooked
+
+
+def test_subclasses_of_modules_are_left_as_they_are():
+    class Doubled(Block):
+        def forward(self, x, feat_size):
+            return 2 * super().forward(x, feat_size)
+
+    model = shallow("inline_deit_tiny")
+    model.stages[0].blocks[2] = Doubled(InLineAttention(48, 6), 48).eval()
+    optimized = inlinevit.optimize_for_inference(model, compile=False)
+    kinds = [type(block) for block in optimized.stages[0].blocks]
+    assert kinds == [InferenceBlock, InferenceBlock, Doubled]
+    assert_same(optimized, model, (64, 64))
+
+
 def test_features():
     torch.manual_seed(0)
     model = timm.create_model("inline_pvt_tiny", features_only=True, depths=(1, 1, 1, 1)).eval()
@@ -85,17 +118,18 @@ def test_features():
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_as_a_whole_and_in_pieces(monkeypatch):
+@pytest.mark.slow
+def test_compiled_as_a_whole_and_in_chunks(monkeypatch):
     model = shallow("inline_deit_tiny")
     optimized = inlinevit.optimize_for_inference(model)
     assert_same(optimized, model, (64, 64))
     monkeypatch.setattr("inlinevit.models.inference.FEW_PIXELS", 0)
-    monkeypatch.setattr("inlinevit.layers.block.PIECE", 2**13)
+    monkeypatch.setattr("inlinevit.layers._chunks.CHUNK", 2**13)
     assert_same(optimized, model, (64, 64))
 
 
 def test_a_model_without_our_blocks_is_refused():
-    with pytest.raises(ValueError, match="Linear has no block of inlinevit's"):
+    with pytest.raises(ValueError, match="Linear has no block of inlinevit: there is nothing to optimize"):
         inlinevit.optimize_for_inference(nn.Linear(2, 2))
 
 
@@ -113,12 +147,24 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+# One for each family.
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float64, torch.bfloat16)
+
+
 def optimize(model: nn.Module) -> nn.Module:
     return inlinevit.optimize_for_inference(model, compile=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "softmax"}, {"attention": "focused"}], ids=str)
-@pytest.mark.parametrize("name", SHALLOW)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in SHALLOW),
+        ("inline_deit_tiny", {"attention": "focused"}),
+        ("inline_pvt_tiny", {"attention": "softmax"}),
+        ("inline_swin_tiny", {"attention": "softmax"}),
+    ],
+    ids=str,
+)
 def test_weights_loaded_later_count(name, options):
     first, second = shallow(name, **options), shallow(name, seed=1, **options)
     optimized = optimize(first)
@@ -129,8 +175,7 @@ def test_weights_loaded_later_count(name, options):
     assert (found[0] - before[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", SHALLOW)
+@pytest.mark.parametrize(("name", "dtype"), zip(SHALLOW, PRECISIONS, strict=True))
 def test_other_precisions_after_the_first_answer(name, dtype):
     model = shallow(name)
     optimized = optimize(model)
@@ -148,9 +193,9 @@ def test_a_hundred_and_twenty_sizes_take_no_more_memory_than_a_few(name):
         for height in range(20, 30):
             for width in range(20, 32):
                 for stage in model.stages:
-                    if stage.positions is not None:
-                        stage.positions.at((height, width))
-    kept = [module.resized.state.kept for module in model.modules() if isinstance(module, PositionEmbedding)]
+                    if stage.pos_embed is not None:
+                        stage.resample_pos_embed(stage.pos_embed, (height, width))
+    kept = [module.cache.state.cache for module in model.modules() if isinstance(module, CachedResamplePosEmbed)]
     assert sum(one.nbytes for one in kept) <= len(kept) * 2**23
     assert all(len(one) <= 8 for one in kept)
     assert len(kept) == {"inline_deit_tiny": 1, "inline_pvt_tiny": 4}.get(name, 0)
@@ -215,7 +260,7 @@ def quick_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("few_pixels", [0, 2**19], ids=["in pieces", "as a whole"])
+@pytest.mark.parametrize("few_pixels", [0, 2**19], ids=["in chunks", "as a whole"])
 def test_compiled_models_follow_their_weights(few_pixels, quick_compiler, monkeypatch):
     monkeypatch.setattr("inlinevit.models.inference.FEW_PIXELS", few_pixels)
     monkeypatch.setitem(SHALLOW, "inline_deit_tiny", {"depth": 1})
@@ -233,8 +278,8 @@ def test_compiled_models_follow_their_weights(few_pixels, quick_compiler, monkey
 
 
 def test_sizes_do_not_compile_again_and_again(quick_compiler):
-    """One graph for the first size, one for any size; and perhaps one for that of the table."""
-    positions = PositionEmbedding(8, (4, 4))
+    """One graph for the first size, one for any size; and perhaps one for the learned grid."""
+    positions = LearnedPositions(8, (4, 4))
     positions.freeze()
 
     @torch.compile
@@ -260,14 +305,14 @@ def test_an_optimized_model_can_be_exported_compiled_and_optimized_again(quick_c
             torch.testing.assert_close(torch.export.export(optimized, (images,)).module()(images), expected)
             torch.testing.assert_close(torch.compile(optimized)(images), expected, rtol=1e-4, atol=1e-4)
         again = inlinevit.optimize_for_inference(optimized, compile=not compile)
-        assert all(block.compiles_branches is not compile for block in again.modules() if isinstance(block, Block))
-        assert ("forward" in vars(again)) is not compile
+        assert all(block.compile_branches is not compile for block in again.modules() if isinstance(block, Block))
+        assert isinstance(again.forward.__self__, CompiledForward) is not compile
         assert_same(again, model, (96, 96))
 
 
 def test_a_value_check_is_cheaper_than_resizing():
     """Kept positions are compared with the table at each call; that must not cost what it saves."""
-    positions = PositionEmbedding(384, (28, 28), num_prefix_tokens=1)
+    positions = LearnedPositions(384, (28, 28), num_prefix_tokens=1)
 
     def seconds() -> float:
         durations = []

@@ -55,5 +55,5 @@ def test_the_length_of_queries_keys_and_answers_is_lost(make_problem):
 
 def test_more_queries_than_values_are_refused():
     q = torch.zeros(1, 1, 3, 4)
-    with pytest.raises(ValueError, match="a query adds its own value, but there are 3 queries and 2 values"):
+    with pytest.raises(ValueError, match="each query adds its own value, but there are 3 queries and 2 values"):
         ops.angular_attention(q, q[:, :, :2], q[:, :, :2])

@@ -131,8 +131,8 @@ BAD = [
     ((Q[0], Q, Q, None), "four dimensions"),
     ((Q, Q[0], Q, None), "four dimensions"),
     ((Q, Q, Q[0], None), r"four dimensions: \(batch, heads, tokens, width\)"),
-    ((Q, Q[..., :3], Q, None), "one width, but they have 4 and 3"),
-    ((Q, Q, Q[:, :, :2], None), "as many tokens, but they have 3 and 2"),
+    ((Q, Q[..., :3], Q, None), "the same width, but have 4 and 3"),
+    ((Q, Q, Q[:, :, :2], None), "the same number of tokens, but have 3 and 2"),
     ((Q, Q, Q, torch.ones(2, 3)), "must be boolean.*float32"),
     ((Q, Q, Q, torch.ones(2, 2, dtype=torch.bool)), r"\(batch, 3 tokens\)"),
     ((Q, Q, Q, torch.ones(2, 1, 3, dtype=torch.bool)), r"\(batch, 3 tokens\)"),
@@ -162,7 +162,7 @@ def test_wrong_shapes_are_refused_by_the_explicit_forms(kind):
     needed = NEEDED.get(kind, {})
     with pytest.raises(ValueError, match="four dimensions"):
         ops.attention_weights(Q[0], Q, kind=kind, **needed)
-    with pytest.raises(ValueError, match="one width"):
+    with pytest.raises(ValueError, match="the same width"):
         ops.attention_weights(Q, Q[..., :3], kind=kind, **needed)
     with pytest.raises(ValueError, match="boolean"):
         ops.attention_weights(Q, Q, kind=kind, mask=torch.ones(2, 3), **needed)

@@ -1,4 +1,4 @@
-"""The ops under torch.jit.script and torch.compile give the numbers of eager mode."""
+"""The ops under torch.compile give the numbers of eager mode."""
 
 import pytest
 import torch
@@ -6,16 +6,27 @@ import torch
 from inlinevit import ops
 
 MASK = torch.tensor([[True, False, True, True, True], [True, True, True, False, False]])
-CASES = [
-    ("softmax", None, None),
+# One of each kind in the fast run, with and without mask and φ in turn.
+QUICK = [
     ("softmax", None, MASK),
-    ("linear", "relu", None),
     ("linear", "relu_affine", MASK),
     ("inline", "identity", None),
+    ("hydra", None, MASK),
+    ("efficient", None, None),
+    ("angular", None, MASK),
+    ("focused", None, None),
+]
+SLOW = [
+    ("softmax", None, None),
+    ("linear", "relu", None),
     ("inline", "exp", MASK),
     ("inline", "relu_affine", MASK),
-    *((kind, None, mask) for kind in ("hydra", "efficient", "angular", "focused") for mask in (None, MASK)),
+    ("hydra", None, None),
+    ("efficient", None, MASK),
+    ("angular", None, None),
+    ("focused", None, MASK),
 ]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 cases = pytest.mark.parametrize(("kind", "phi", "mask"), CASES)
 
 
@@ -23,16 +34,6 @@ cases = pytest.mark.parametrize(("kind", "phi", "mask"), CASES)
 def fresh_compiler():
     """Compiled code of one test is not the next one's."""
     torch.compiler.reset()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@cases
-def test_script(make_problem, fast_ops, kind, phi, mask):
-    problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
-    scripted = torch.jit.script(fast_ops[kind])
-    for _ in range(3):  # the second and third run are optimised
-        out = scripted(problem.q, problem.k, problem.v, **problem.options)
-    torch.testing.assert_close(out, problem.fast(), rtol=0, atol=1e-12)
 
 
 @cases
@@ -46,16 +47,17 @@ def test_compile_in_one_graph(make_problem, fast_ops, kind, phi, mask):
     torch.testing.assert_close(problem.gradients(out, cotangent), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_local_residual():
     v, kernels = torch.randn(2, 2, 6, 3), torch.randn(2, 54)
     expected = ops.local_residual(v, kernels, (2, 3))
-    torch.testing.assert_close(torch.jit.script(ops.local_residual)(v, kernels, (2, 3)), expected)
     compiled = torch.compile(ops.local_residual, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(v, kernels, (2, 3)), expected)
 
 
-@pytest.mark.parametrize("kind", ["linear", "inline", "hydra", "efficient", "angular", "focused"])
+OTHERS = ("linear", "hydra", "efficient", "angular", "focused")
+
+
+@pytest.mark.parametrize("kind", ["inline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
 def test_compile_in_one_graph_under_autocast(make_problem, fast_ops, kind):
     """Autocast stays switched off inside the op."""
     problem = make_problem(kind, queries=4, tokens=5)
@@ -68,6 +70,7 @@ def test_compile_in_one_graph_under_autocast(make_problem, fast_ops, kind):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_inductor(make_problem):
     problem = make_problem("inline", queries=4, tokens=5, mask=MASK)
     compiled = torch.compile(ops.inline_attention, fullgraph=True)

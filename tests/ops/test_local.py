@@ -78,7 +78,9 @@ def test_kernels_of_any_shape(shape):
 
 def test_tokens_that_make_no_map_are_refused():
     v, kernels = draw((2, 3))
-    with pytest.raises(ValueError, match=r"6 tokens do not make a map of 2×4.*pass the size"):
+    with pytest.raises(
+        ValueError, match=r"6 tokens do not make a map of 2×4.*pass \(H, W\) of the token grid as feat_size"
+    ):
         ops.local_residual(v, kernels, (2, 4))
 
 

@@ -28,10 +28,10 @@ def test_bias(make_problem, shape, mask):
 def test_bias_of_a_query_that_does_not_see_all(make_problem):
     """As if scores and biases of the others were not there."""
     problem = make_problem("softmax", queries=3, tokens=5, mask=MASK, bias=torch.randn(2, 2, 3, 5).double())
-    seen = torch.rand(2, 2, 3, 5) < 0.6
-    rows = problem.weights(seen=seen)
+    attn_mask = torch.rand(2, 2, 3, 5) < 0.6
+    rows = problem.weights(attn_mask=attn_mask)
     for image, head, query in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(3)).tolist():
-        visible = seen[image, head, query] & MASK[image]
+        visible = attn_mask[image, head, query] & MASK[image]
         scores = problem.k[image, head, visible] @ problem.q[image, head, query] / 2
         scores = scores + problem.options["bias"][image, head, query, visible]
         torch.testing.assert_close(rows[image, head, query, visible], scores.softmax(dim=0), rtol=0, atol=1e-12)

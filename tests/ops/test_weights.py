@@ -103,7 +103,7 @@ def attend_alone(problem, image: int, query: int, tokens: Tensor) -> Tensor:
     """The fast op on one query and the tokens that it sees, by their places; (heads, value width)."""
     q, k, v = problem.q[image, :, query], problem.k[image, :, tokens], problem.v[image, :, tokens]
     if problem.kind == "angular":
-        # Its own value counts if it is seen. There is no fast op for a query whose token is not there.
+        # Its own value counts if it is attn_mask. There is no fast op for a query whose token is not there.
         out = torch.zeros_like(v[:, 0])
         for head in range(len(q)):
             for key, value, token in zip(k[head], v[head], tokens.tolist(), strict=True):
@@ -119,15 +119,15 @@ def attend_alone(problem, image: int, query: int, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_row_is_as_if_unseen_tokens_were_not_there(make_problem, kind, phi, mask, width):
     problem = make_problem(kind, phi, queries=6, mask=mask, width=width)
-    seen = torch.rand(2, 1, 6, 7) < 0.5
-    # Its own token seen and unseen; a single token; all of them.
-    seen[:, :, 0, 0], seen[:, :, 1, 1] = True, False
-    seen[:, :, 2] = torch.tensor([False, True, True, False, False, False, False])
-    seen[:, :, 3] = True
-    out = problem.weights(seen=seen) @ problem.v
+    attn_mask = torch.rand(2, 1, 6, 7) < 0.5
+    # Its own token attn_mask and unseen; a single token; all of them.
+    attn_mask[:, :, 0, 0], attn_mask[:, :, 1, 1] = True, False
+    attn_mask[:, :, 2] = torch.tensor([False, True, True, False, False, False, False])
+    attn_mask[:, :, 3] = True
+    out = problem.weights(attn_mask=attn_mask) @ problem.v
     for image in range(2):
         for query in range(6):
-            visible = seen[image, 0, query] if mask is None else seen[image, 0, query] & mask[image]
+            visible = attn_mask[image, 0, query] if mask is None else attn_mask[image, 0, query] & mask[image]
             tokens = visible.nonzero().flatten()
             if len(tokens) > 0:
                 expected = attend_alone(problem, image, query, tokens)
@@ -139,14 +139,14 @@ def test_a_row_is_as_if_unseen_tokens_were_not_there(make_problem, kind, phi, ma
 @cases
 def test_seen_is_broadcast_and_may_differ_by_head(make_problem, kind, phi):
     problem = make_problem(kind, phi, queries=5)
-    seen = torch.rand(2, 2, 5, 7) < 0.6
-    rows = problem.weights(seen=seen)
+    attn_mask = torch.rand(2, 2, 5, 7) < 0.6
+    rows = problem.weights(attn_mask=attn_mask)
     for head in range(2):
-        torch.testing.assert_close(rows[:, head], problem.weights(seen=seen[:, head : head + 1])[:, head])
+        torch.testing.assert_close(rows[:, head], problem.weights(attn_mask=attn_mask[:, head : head + 1])[:, head])
     everywhere = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    torch.testing.assert_close(problem.weights(seen=everywhere), problem.weights(), rtol=0, atol=1e-12)
-    column = seen[:1, :1, :1]
-    torch.testing.assert_close(problem.weights(seen=column), problem.weights(seen=column.expand(2, 2, 5, 7)))
+    torch.testing.assert_close(problem.weights(attn_mask=everywhere), problem.weights(), rtol=0, atol=1e-12)
+    column = attn_mask[:1, :1, :1]
+    torch.testing.assert_close(problem.weights(attn_mask=column), problem.weights(attn_mask=column.expand(2, 2, 5, 7)))
 
 
 @cases
@@ -154,10 +154,10 @@ def test_seen_is_broadcast_and_may_differ_by_head(make_problem, kind, phi):
 def test_a_query_that_sees_nothing_gets_zeros(make_problem, kind, phi, mask):
     """And no NaN, forward or backward."""
     problem = make_problem(kind, phi, queries=5, mask=mask)
-    seen = torch.ones(2, 1, 5, 7, dtype=torch.bool)
-    seen[:, :, 1] = False
-    seen[0, :, 2] = False if mask is None else ~mask[0]
-    out = problem.weights(seen=seen) @ problem.v
+    attn_mask = torch.ones(2, 1, 5, 7, dtype=torch.bool)
+    attn_mask[:, :, 1] = False
+    attn_mask[0, :, 2] = False if mask is None else ~mask[0]
+    out = problem.weights(attn_mask=attn_mask) @ problem.v
     assert torch.all(out[:, :, 1] == 0)
     assert torch.all(out[0, :, 2] == 0)
     assert torch.all(out[:, :, 3] != 0)

@@ -1,4 +1,4 @@
-"""Reports are whole, stand alone, and say nothing that they were not told."""
+"""Reports are complete and self-contained, and escape all text."""
 
 import base64
 import io
@@ -20,16 +20,16 @@ from inlinevit.report import (
     STYLES,
     Block,
     ImageGrid,
+    Line,
     Panel,
     Picture,
     Report,
     Section,
-    Series,
     Table,
     Text,
     Tile,
-    curves_figure,
     dots_figure,
+    lines_figure,
     spread_figure,
     styles_of,
 )
@@ -66,9 +66,9 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def drawing() -> Figure:
-    lines = [Series(attention, [1, 2], [3, 4]) for attention in STYLES]
-    return curves_figure([Panel("images", "loss", lines), Panel("seconds", "loss", lines)])
+def example_figure() -> Figure:
+    lines = [Line(style, [1, 2], [3, 4]) for style in STYLES.values()]
+    return lines_figure([Panel("images", "loss", lines), Panel("seconds", "loss", lines)])
 
 
 def full_report() -> Report:
@@ -79,7 +79,7 @@ def full_report() -> Report:
         Text(HOSTILE),
         Text("the key", is_key=True),
         Table((HOSTILE, "b"), [(HOSTILE, "1"), ("row", HOSTILE)], HOSTILE),
-        Picture(drawing(), HOSTILE, HOSTILE),
+        Picture(example_figure(), HOSTILE, HOSTILE),
         ImageGrid([tile, tile], HOSTILE),
     ]
     report.add(Section("first", HOSTILE, blocks, {"numbers": [1, 2.5], "text": HOSTILE}))
@@ -103,7 +103,7 @@ def test_nothing_else_is_left_in_the_folder(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
 
 
-def test_page_needs_nothing_from_elsewhere(page: Page) -> None:
+def test_page_needs_no_other_file(page: Page) -> None:
     assert page.all("script") == page.all("iframe") == page.all("object") == []
     attributes = [pair for _, pairs in page.tags for pair in pairs.items()]
     addresses = [value or "" for name, value in attributes if name in {"src", "href", "srcset", "data"}]
@@ -128,7 +128,7 @@ def test_text_is_escaped_and_all_of_it_is_there(page: Page) -> None:
     assert "ü ✓" in page.text
 
 
-def test_page_can_be_read_without_eyes(page: Page) -> None:
+def test_page_works_with_screen_readers(page: Page) -> None:
     assert page.all("html") == [{"lang": "en"}]
     assert all(image.get("alt") for image in page.all("img"))
     assert [heading["scope"] for heading in page.all("th")] == ["col", "col", "row", "row"]
@@ -139,7 +139,7 @@ def test_page_can_be_read_without_eyes(page: Page) -> None:
 
 
 def test_captions_of_tables_do_not_scroll_away(folder: Path) -> None:
-    """On a narrow screen, a table is wider than the page; what says what it shows must not be."""
+    """On a narrow screen, a table is wider than the page; its caption must not be."""
     text = (folder / "report.html").read_text()
     assert "<caption" not in text
     assert 0 < text.index("<figcaption>") < text.index('role="region"') < text.index("<table")
@@ -173,14 +173,14 @@ def test_other_name(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"analysis.html", "analysis.json"}
 
 
-def test_drawings_are_saved_under_the_names_of_their_sections(tmp_path: Path) -> None:
+def test_figures_are_saved_under_the_names_of_their_sections(tmp_path: Path) -> None:
     def picture() -> Picture:
         figure = Figure(figsize=(1, 0.5))
         figure.subplots().plot([1, 2], [3, 4])
         return Picture(figure, "", "")
 
     sections = [Section("one", "", [Text(""), picture()]), Section("two", "", [picture(), picture()])]
-    Report("a", "b", [*sections, Section("none", "", [])]).save_drawings(tmp_path / "figures")
+    Report("a", "b", [*sections, Section("none", "", [])]).save_figures(tmp_path / "figures")
     names = [f"{name}.{ending}" for name in ("one", "two-1", "two-2") for ending in ("png", "svg")]
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == names
     assert Image.open(tmp_path / "figures" / "one.png").info["dpi"] == pytest.approx((200, 200), rel=0.01)
@@ -198,7 +198,7 @@ def test_new_kind_of_block(tmp_path: Path) -> None:
 
 
 def test_same_figure_makes_same_file() -> None:
-    assert Picture(drawing(), "", "").uri == Picture(drawing(), "", "").uri
+    assert Picture(example_figure(), "", "").uri == Picture(example_figure(), "", "").uri
 
 
 def test_failed_write_keeps_the_old_report(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_mistakes_are_refused() -> None:
     report = Report("a", "b", [Section("one", "One", [])])
     with pytest.raises(ValueError, match="another key"):
         report.add(Section("one", "Two", []))
-    with pytest.raises(ValueError, match="small letters"):
+    with pytest.raises(ValueError, match="lower-case letters"):
         Section("One section", "One", [])
     with pytest.raises(ValueError, match="1 cells under 2 headings"):
         Table(("a", "b"), [("c",)], "d")
@@ -225,7 +225,7 @@ def test_each_attention_has_a_style_of_its_own() -> None:
         assert len({vars(style)[field] for style in STYLES.values()}) == len(STYLES)
 
 
-def test_models_of_one_attention_can_be_told_apart() -> None:
+def test_models_of_one_attention_have_different_styles() -> None:
     words = {
         **{word: word for word in STYLES},
         "b": "inline",
@@ -242,8 +242,8 @@ def test_models_of_one_attention_can_be_told_apart() -> None:
     assert len({(style.color, style.dash) for style in styles.values()}) == len(words)
 
 
-def test_an_attention_has_the_same_colour_in_every_drawing() -> None:
-    curves = {line.get_label(): line.get_color() for line in drawing().axes[0].lines}
+def test_an_attention_has_the_same_colour_in_every_example_figure() -> None:
+    curves = {line.get_label(): line.get_color() for line in example_figure().axes[0].lines}
     figure = dots_figure({attention: [1.0, None] for attention in STYLES}, ["a", "b"], "")
     dots = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
     expected = {style.name: style.color for style in STYLES.values()}

@@ -251,7 +251,7 @@ def change_weights(weights: dict[str, Tensor], generator: Random) -> dict[Any, A
     """Weights of which some are missing, of other shapes or types, or no weights at all."""
     changed: dict[Any, Any] = dict(weights)
     for _ in range(generator.choice((1, 1, 2, 3))):
-        name = generator.choice([*changed, "head.weight", "head.bias", "stages.0.positions.table"])
+        name = generator.choice([*changed, "head.weight", "head.bias", "stages.0.pos_embed"])
         value = changed.get(name)
         value = value if isinstance(value, Tensor) and is_plain(value) else torch.ones(2, 3)
         way = generator.randrange(len(TENSOR_CHANGES) + 3)
@@ -283,7 +283,7 @@ def pack(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> byte
 
 
 class Checkpoint:
-    """damage, read_progress, read_weights and read_state on the folder of a checkpoint, as one archive."""
+    """find_damage, read_progress, read_weights and read_state on the folder of a checkpoint, as one archive."""
 
     ending: ClassVar[str] = ".zip"
     about: ClassVar[str] = "checkpoints of a run"
@@ -301,7 +301,7 @@ class Checkpoint:
         )
         packed = {"model.safetensors": checkpoints.pack_weights(weights), **checkpoints.pack_state(state)}
         path = CheckpointFolder(folder).save(progress, packed)
-        CheckpointFolder(folder).note_evaluation(progress)
+        CheckpointFolder(folder).save_evaluation(progress)
         return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
     def good(self) -> list[bytes]:
@@ -339,7 +339,7 @@ class Checkpoint:
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
                 (self.folder / Path(name).name).write_bytes(archive.read(name))
-        problem = checkpoints.damage(self.folder)
+        problem = checkpoints.find_damage(self.folder)
         if problem is not None:
             raise ValueError(problem)
         progress = checkpoints.read_progress(self.folder)

@@ -1,4 +1,4 @@
-"""Why it works: confusion, locality, masking and maps of attention. Functions that return data; drawings apart."""
+"""Analyses of attention: confusion, locality, masking, maps. Functions that return data; plots are separate."""
 
 from .confusion import Confusion, LayerConfusion, measure_confusion
 from .hooks import run_masked, watch

@@ -1,4 +1,4 @@
-"""`inlinevit analyze`: looking inside models on some images, and a report on what was found."""
+"""`inlinevit analyze`: confusion, locality, masking and maps of models, and a report."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..engine.config import MOST_IMAGES
 from ..engine.outputs import check_output_folder
 from ..engine.runs import has_config, open_run
-from ..layers import ATTENTIONS, TokenMixer
+from ..layers import ATTENTIONS, BaseAttention
 from ..models.factory import parse_model
 from ..report import STYLES, Block, Report, Section, Table, Text
 from ..tasks.classification.config import (
@@ -43,32 +43,32 @@ from ..utils.atomic import make_output_dir
 from ..utils.validation import check_fields, require
 from .confusion import DELTA, EPSILON, measure_confusion
 from .locality import measure_locality
+from .map_plots import View
 from .maps import attention_maps
 from .masking import measure_masking
-from .plots import View
 from .sections import Analysis, analysis_sections
 
-# What the command writes, besides the drawings.
+# Output files, besides the figures.
 OUTPUTS = ("analysis.html", "analysis.json")
-# What is hidden from queries, if the smallest map leaves something to see.
+# Side lengths of hidden neighbourhoods; those that would hide the smallest feature map are left out.
 SIDES = (3, 5, 7)
-# Images whose maps are drawn, each with the places of its queries. Two queries of one image show what both get alike.
+# Queries whose maps are plotted, by image. Two queries of one image show what their maps have in common.
 VIEWS = (((0.5, 0.5), (0.3, 0.3)), ((0.5, 0.5),))
-UNTRAINED = "The weights are random: this shows what an architecture does before it has learned anything, and no more."
+UNTRAINED = "The weights are random: this shows an architecture before any training."
 
 
 @dataclass
 class Subject:
-    """A model to look into.
+    """A model to analyze.
 
     Attributes:
-        label: What it is called.
-        attention: The word for its attention.
-        model: In evaluation mode, on the device where it is to be run.
-        spec: What it wants to see.
-        num_classes: Width of its head.
+        label: Name in the report.
+        attention: Name of its attention.
+        model: In evaluation mode, on its device.
+        spec: Its input.
+        num_classes: Number of its classes.
         labels: For each class of the images, that of the model; None = they are the same.
-        no_accuracy: Why its accuracy on the images tells nothing; "" if it does.
+        no_accuracy: Why its accuracy on the images is meaningless; "" if it is not.
     """
 
     label: str
@@ -82,12 +82,12 @@ class Subject:
 
 @dataclass
 class Effort:
-    """How much is looked at.
+    """The amount of data.
 
     Attributes:
-        images: For locality and masking.
-        confusion_images: For confusion, which compares all pairs of queries.
-        batch_size: Images in a batch.
+        images: Images for locality and masking.
+        confusion_images: Images for confusion, which compares all pairs of queries.
+        batch_size: Images per batch.
         epsilon: See Confusion.
         delta: See Confusion.
     """
@@ -109,13 +109,13 @@ class Effort:
 
 
 def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort, console: Console) -> Analysis:
-    """Look inside a model.
+    """Analyze a model.
 
     Args:
         subject: The model.
-        source: Labelled images; some of them are taken, evenly spread.
-        effort: How many.
-        console: Where to show how it goes.
+        source: Labelled images; an evenly spaced subset is used.
+        effort: The size of the subset.
+        console: Where to show the progress.
     """
     model, label = subject.model, subject.label
 
@@ -153,18 +153,18 @@ def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort,
 
 
 def thinned(source: ImageSource | ShardSource, count: int) -> ImageSource | ShardSource:
-    """Some of the images, evenly spread."""
+    """Return an evenly spaced subset of the images."""
     return source.thinned(count) if isinstance(source, ShardSource) else SubsetSource(source, count)
 
 
 def prepared_batches(
     subject: Subject, source: ImageSource | ShardSource, batch_size: int, what: str, console: Console
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images and labels as a model wants them, on its device; images that cannot be read are told of and left out."""
+    """Yield images and labels for a model, on its device; unreadable images are reported and left out."""
     spec = subject.spec
     device = next(subject.model.parameters()).device
     config = DataConfig(batch_size=batch_size, workers=0)
-    # Any label will do: where classes do not match, images are looked at nevertheless.
+    # Any label is accepted: images are analyzed even if their classes are not those of the model.
     transform = evaluation_transform(spec)
     loaded: Iterable[tuple[Tensor, Tensor, list[str]]] = make_eval_loader(
         source, transform, spec.mode, sys.maxsize, config, process=0, processes=1
@@ -175,7 +175,7 @@ def prepared_batches(
 
 
 def views_of(subject: Subject, batches: Iterator[tuple[Tensor, Tensor]]) -> list[View]:
-    """What the queries of VIEWS see."""
+    """Return the attention maps of the queries of VIEWS."""
     images = [image for several, _ in batches for image in several]
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (subject.spec.mean, subject.spec.std))
     views = []
@@ -187,14 +187,14 @@ def views_of(subject: Subject, batches: Iterator[tuple[Tensor, Tensor]]) -> list
 
 
 def attention_of(model: nn.Module) -> str:
-    """The words for a model's attentions, joined by +. Whatever is not ours is softmax attention."""
+    """Return the names of a model's attentions, joined by +; models of timm have softmax attention."""
     kinds = {kind: word for word, kind in ATTENTIONS.items()}
-    words = dict.fromkeys(kinds[type(part)] for part in model.modules() if isinstance(part, TokenMixer))
+    words = dict.fromkeys(kinds[type(part)] for part in model.modules() if isinstance(part, BaseAttention))
     return "+".join(words) or "softmax"
 
 
 def labels_of(models: Sequence[str], attentions: Sequence[str]) -> list[str]:
-    """What to call models: by their attention if each has one of its own, else as the user does."""
+    """Return names for models: their attentions if they are distinct, or else the names given by the user."""
     if len(set(attentions)) == len(attentions) and all(word in STYLES for word in attentions):
         return [STYLES[word].name for word in attentions]
     names = [Path(model).name for model in models]
@@ -208,10 +208,10 @@ def labels_of(models: Sequence[str], attentions: Sequence[str]) -> list[str]:
 
 
 def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
-    """A model with random weights.
+    """Return a model with random weights.
 
     Args:
-        model: The folder of a training run, whose model it is to be, or NAME or NAME:OPTION=VALUE,OPTION=VALUE.
+        model: The folder of a training run, or NAME or NAME:OPTION=VALUE,OPTION=VALUE.
         img_size: See load_classifier.
     """
     if has_config(model):
@@ -222,7 +222,7 @@ def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
     config = replace(config, drop_path_rate=0.0, img_size=config.img_size if img_size is None else img_size)
     made_for = get_pretrained_cfg(config.name)
     num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0) or 1000
-    # Random, but the same each time.
+    # The same each time.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         built = build_model(config, num_classes).eval()
@@ -242,20 +242,20 @@ def analyze_command(
     untrained: bool = False,
     output: str = "runs/analysis",
 ) -> Path:
-    """Look inside models, side by side: confusion, locality, masking and maps of their attention.
+    """Analyze the attention of models side by side: confusion, locality, masking and maps.
 
     Args:
-        models: Folders of training runs, or names of models of ours or of timm's.
+        models: Folders of training runs, or names of models of this package or timm.
         data: Labelled images, as for inlinevit train; their evaluation part is used. null = those of the first model's
             training run, or the embedded ones.
-        images: How many images to measure locality and masking on.
-        confusion_images: How many to count confused pairs of queries on, which takes long where maps are large.
+        images: Number of images for locality and masking.
+        confusion_images: Number of images for confusion, which takes long for large feature maps.
         checkpoint: As for inlinevit eval; the same for all models.
-        img_size: Side of the images that the models see; null = what they were trained for.
-        batch_size: Images in a batch.
-        epsilon: Rows nearer than this, relative to the longer of them, count as the same.
-        delta: Queries farther apart than this, relative to the longer of them, count as different.
-        untrained: Take random weights: for a look at an architecture. Names may have options then, such as
+        img_size: Side length of the input images; null = that of the training.
+        batch_size: Images per batch.
+        epsilon: Rows of weights nearer than this, relative to the larger norm, are the same.
+        delta: Queries farther apart than this, relative to the larger norm, are different.
+        untrained: Use random weights, to analyze an architecture. Names may have options then, such as
             inline_deit_tiny:attention=linear.
         output: Folder for analysis.html, analysis.json and figures/.
 
@@ -264,9 +264,7 @@ def analyze_command(
     """
     started = time.monotonic()
     effort = Effort(images, confusion_images, batch_size, epsilon, delta)
-    require(
-        not untrained or checkpoint is None, "checkpoint names weights, but untrained wants none: choose one of them"
-    )
+    require(not untrained or checkpoint is None, "checkpoint and untrained exclude each other: choose one of them")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for model in models:
         if not untrained:
@@ -288,27 +286,25 @@ def analyze_command(
     make_output_dir(folder)
     attentions = [attention_of(classifier.model) for classifier in classifiers]
     labels = labels_of(models, attentions)
-    analyses = []
-    rows = []
+    analyses, rows = [], []
     for model, classifier, attention, label in zip(models, classifiers, attentions, labels, strict=True):
         subject = subject_of(classifier, label, attention, source, untrained)
         analyses.append(analyze(subject, source, effort, console))
         weights = "random" if untrained else checkpoint or ("of the run" if has_config(model) else "published")
         size = f"{classifier.spec.size} × {classifier.spec.size}"
         rows.append((label, model, classifier.name, attention, weights, size))
-    headings = ("called", "given as", "model", "attention", "weights", "pixels")
-    blocks: list[Block] = [Table(headings, rows, "The models that were looked into", is_prose=True)]
+    headings = ("name", "given as", "model", "attention", "weights", "pixels")
+    blocks: list[Block] = [Table(headings, rows, "The models", is_prose=True)]
     if untrained:
         console.print(f"warning: {UNTRAINED}", markup=False)
         blocks.insert(0, Text(UNTRAINED, is_key=True))
     facts = {"data": config.path, **vars(effort), "untrained": untrained}
     facts["models"] = [dict(zip(headings, row, strict=True)) for row in rows]
     measured = min(images, len(source))
-    report = Report("Inside the models", f"Where attention goes, measured on {measured} images: {config.path}.")
-    for section in [Section("models", "The models", blocks, facts), *analysis_sections(analyses)]:
-        report.add(section)
+    report = Report("Attention of the models", f"Measured on {measured} images of {config.path}.")
+    report.add(Section("models", "The models", blocks, facts), *analysis_sections(analyses))
     path = report.write(folder, "analysis")
-    report.save_drawings(folder / "figures")
+    report.save_figures(folder / "figures")
     console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
     return path
 
@@ -316,11 +312,11 @@ def analyze_command(
 def subject_of(
     classifier: ClassificationPredictor, label: str, attention: str, source: ImageSource | ShardSource, untrained: bool
 ) -> Subject:
-    """A model, on the best device there is, and what its accuracy on these images can tell."""
+    """Return a classifier on the default device, with its classes matched to those of the images."""
     model = classifier.model.to(PartialState().device)
     subject = Subject(label, attention, model, classifier.spec, classifier.num_classes)
     if untrained:
-        subject.no_accuracy = "it has random weights, so its accuracy tells nothing"
+        subject.no_accuracy = "it has random weights, so its accuracy is meaningless"
         return subject
     if source.classes is None:
         return subject

@@ -1,4 +1,4 @@
-"""Confusion: queries of one image that differ, and yet get the same attention row."""
+"""Confusion: different queries of one image that have the same attention weights."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from .hooks import watch
 from .layer import Layer
 
-# How near rows must be to count as the same, and how far queries apart to count as different; relative to their length.
+# Rows of weights nearer than EPSILON are the same, queries farther apart than DELTA differ; relative to their norms.
 EPSILON = 1e-2
 DELTA = 0.1
 
 
 @dataclass
 class LayerConfusion:
-    """What was found in one layer.
+    """Confusion in one layer.
 
     Attributes:
-        layer: The layer's name.
-        pairs: How many pairs of different queries were looked at, in each image: over all heads and windows.
-        confused: How many of them got the same row, in each image.
+        layer: Name of the layer.
+        pairs: Pairs of different queries per image, over all heads and windows.
+        confused: How many of them have the same row of weights.
     """
 
     layer: str
@@ -30,17 +30,17 @@ class LayerConfusion:
 
     @property
     def share(self) -> float:
-        """The share of pairs that are confused."""
+        """The fraction of pairs that are confused."""
         return sum(self.confused) / max(sum(self.pairs), 1)
 
 
 @dataclass
 class Confusion:
-    """What was found in a model.
+    """Confusion in a model.
 
     Attributes:
-        epsilon: Rows nearer than this, relative to the longer of them, count as the same.
-        delta: Queries farther apart than this, relative to the longer of them, count as different.
+        epsilon: Rows nearer than this, relative to the larger norm, are the same.
+        delta: Queries farther apart than this, relative to the larger norm, are different.
         layers: From the first to the last.
     """
 
@@ -50,14 +50,29 @@ class Confusion:
 
     @property
     def per_image(self) -> list[int]:
-        """How many pairs each image has in which queries are confused, over all layers."""
+        """Confused pairs per image, over all layers."""
         return [sum(counts) for counts in zip(*(layer.confused for layer in self.layers), strict=True)]
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of different queries in all images and layers."""
+        return sum(sum(layer.pairs) for layer in self.layers)
+
+    @property
+    def confused(self) -> int:
+        """Confused pairs in all images and layers."""
+        return sum(self.per_image)
+
+    @property
+    def share(self) -> float:
+        """The fraction of pairs that are confused."""
+        return self.confused / max(self.pairs, 1)
 
 
 def measure_confusion(
     model: nn.Module, batches: Iterable[Tensor], *, epsilon: float = EPSILON, delta: float = DELTA
 ) -> Confusion:
-    """Count pairs of queries that are confused, in every layer.
+    """Count confused pairs of queries in every layer.
 
     Args:
         model: See watch.
@@ -79,25 +94,25 @@ def measure_confusion(
 
 
 def count_confused_pairs(layer: Layer, epsilon: float = EPSILON, delta: float = DELTA) -> tuple[Tensor, Tensor]:
-    """Pairs of different queries of one head and window, and those of them that get the same row.
+    """Count pairs of different queries of one head and window, and those of them that have the same row.
 
     Args:
-        layer: Where.
+        layer: The layer.
         epsilon: See Confusion.
         delta: See Confusion.
 
     Returns:
-        How many of each there are in each image, (images) and (images).
+        Both numbers per image, (images) and (images).
     """
     pairs = torch.zeros(layer.images, dtype=torch.long, device=layer.q.device)
     confused = torch.zeros_like(pairs)
-    pieces = list(layer.pieces())
+    pieces = list(layer.chunks())
     for i, (first, last) in enumerate(pieces):
-        rows = layer.rows(first, last).double()
+        rows = layer.attention_weights(first, last).double()
         for other_first, other_last in pieces[i:]:
-            others = rows if other_first == first else layer.rows(other_first, other_last).double()
+            others = rows if other_first == first else layer.attention_weights(other_first, other_last).double()
             differ = distances(layer.q[:, :, first:last], layer.q[:, :, other_first:other_last]) > delta
-            # Each pair once, and no padding.
+            # Each pair once, without padding.
             places = torch.arange(layer.tokens, device=layer.q.device)
             differ &= places[first:last, None] < places[None, other_first:other_last]
             real = layer.is_real.repeat(layer.images, 1).unsqueeze(1)
@@ -109,7 +124,7 @@ def count_confused_pairs(layer: Layer, epsilon: float = EPSILON, delta: float = 
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
-    """Distance of each vector of x from each of y, in terms of the longer of the two.
+    """Return the distance of each vector of x from each of y, relative to the larger norm of the two.
 
     Args:
         x: (..., vectors, width).
@@ -120,7 +135,7 @@ def distances(x: Tensor, y: Tensor) -> Tensor:
     """
     x, y = x.double(), y.double()
     longer = torch.maximum(x.norm(dim=-1).unsqueeze(-1), y.norm(dim=-1).unsqueeze(-2))
-    # Rows of one head are much alike: about their middle, the difference of squares keeps its digits.
+    # Rows of one head are similar: without their mean, the difference of squares is precise.
     middle = x.mean(dim=-2, keepdim=True)
     x, y = x - middle, y - middle
     squares = x.square().sum(dim=-1).unsqueeze(-1) + y.square().sum(dim=-1).unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""The paper's first figure, from numbers computed on the spot: queries that linear attention cannot tell apart."""
+"""The paper's first figure, computed: queries that linear attention cannot distinguish."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +7,16 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from ..engine.outputs import check_output_folder
 from ..ops import apply_feature_map, attention_weights
-from ..report import STYLES, save_drawing
+from ..report import STYLES, Table, plot_style, rich_table, save_figure
 from ..utils.atomic import atomic_write_json, make_output_dir
 
 ATTENTIONS = ("softmax", "linear", "inline")
-# Four keys and twice four queries of width 2, fitted to the scores that the paper prints: the authors' own coordinates
-# are not published.
+# Four keys and two sets of four queries of width 2, fitted to the scores in the paper, which does not publish its
+# coordinates.
 KEYS = (
     (0.6721750002330146, 1.7954591056065676),
     (0.9253878699963569, 1.005665618702611),
@@ -31,7 +30,7 @@ COLLINEAR_QUERIES = (
     (1.0947441583808695, 1.6482595910783107),
     (1.2872433149660014, 1.9380885695541585),
 )
-# Different directions, which φ(x) = ReLU(A·x + b) makes one.
+# Different directions, which φ(x) = ReLU(A·x + b) maps to one.
 OTHER_QUERIES = (
     (0.13865489990219657, 0.7230912242758033),
     (0.40087318303131403, 0.9613434638946706),
@@ -41,7 +40,7 @@ OTHER_QUERIES = (
 A = ((0.873091442450209, -0.11229697719741161), (-0.27227239978902623, 1.1670177814578846))
 B = (0.8569882688232301, 0.11053969863158486)
 
-# Where scores are drawn darkest.
+# The darkest color.
 HIGHEST_SCORE = 0.5
 KEY_COLOR = "#000000"
 QUERY_COLOR = "#D55E00"
@@ -53,12 +52,12 @@ class Case:
     """One half of the figure.
 
     Attributes:
-        letter: What the paper calls it.
+        letter: Its letter in the paper.
         title: What it shows.
         queries: (4, 2).
-        mapped: φ of them, (4, 2).
+        mapped: φ(queries), (4, 2).
         keys: (4, 2).
-        scores: By attention, (4, 4): what key j counts for query i.
+        scores: By attention, (4, 4): the weight of key j for query i.
     """
 
     letter: str
@@ -70,13 +69,13 @@ class Case:
 
 
 def figure1_cases() -> list[Case]:
-    """Both halves of the figure, computed."""
+    """Compute both halves of the figure."""
     affine = torch.tensor(A, dtype=torch.float64), torch.tensor(B, dtype=torch.float64)
     return [
         _case("a", "queries q of one direction, keys k; φ = ReLU", COLLINEAR_QUERIES, {"feature_map": "relu"}),
         _case(
             "b",
-            "queries q that φ turns to one direction;\nφ = ReLU(A·x + b)",
+            "queries q that φ maps to one direction;\nφ = ReLU(A·x + b)",
             OTHER_QUERIES,
             {"feature_map": "relu_affine", "affine": affine},
         ),
@@ -93,22 +92,23 @@ def _case(letter: str, title: str, queries: tuple[tuple[float, float], ...], opt
     return Case(letter, title, q[0, 0], mapped, k[0, 0], scores)
 
 
-def draw_figure1(cases: list[Case]) -> Figure:
-    """For each case, the plane with keys and queries, and beside it what the keys count for each query."""
-    figure = Figure(figsize=(11.5, 3.5 * len(cases)), layout="constrained")
+@plot_style
+def plot_figure1(cases: list[Case]) -> Figure:
+    """Plot the plane with keys and queries, and the weights of the keys for each query, one row per case."""
+    figure = Figure(figsize=(11.5, 3.5 * len(cases)))
     grid = figure.subplots(len(cases), 1 + len(ATTENTIONS), width_ratios=[1.25, 1, 1, 1], squeeze=False)
     for row, case in zip(grid, cases, strict=True):
-        _draw_plane(row[0], case)
+        _plot_plane(row[0], case)
         for axes, (attention, scores) in zip(row[1:], case.scores.items(), strict=True):
-            _draw_scores(axes, scores, STYLES[attention].name)
+            _plot_scores(axes, scores, STYLES[attention].name)
         row[1].set_ylabel("query")
     return figure
 
 
-def _draw_plane(axes: Axes, case: Case) -> None:
+def _plot_plane(axes: Axes, case: Case) -> None:
     is_moved = not torch.equal(case.mapped, case.queries)
     axes.set_title(f"({case.letter}) {case.title}", loc="left", fontsize=10)
-    # The ray on which linear attention cannot tell queries apart.
+    # The ray on which linear attention cannot distinguish queries.
     far_x, far_y = (1.12 * case.mapped[-1]).tolist()
     axes.plot([0, far_x], [0, far_y], color=MAPPED_COLOR if is_moved else QUERY_COLOR, linewidth=0.8, linestyle=":")
     groups = [("$k_{}$", case.keys, KEY_COLOR, "s"), ("$q_{}$", case.queries, QUERY_COLOR, "o")]
@@ -117,7 +117,7 @@ def _draw_plane(axes: Axes, case: Case) -> None:
     for name, points, color, marker in groups:
         axes.plot(points[:, 0], points[:, 1], color=color, marker=marker, linestyle="", markersize=6)
         for number, (x, y) in enumerate(points.tolist(), start=1):
-            # Where nothing is in the way: on the right, below, or on the left.
+            # Where there is space: on the right, below, or on the left.
             if points is case.mapped:
                 offset, side = (7, -4), "left"
             elif points is case.keys and not is_moved:
@@ -125,16 +125,16 @@ def _draw_plane(axes: Axes, case: Case) -> None:
             else:
                 offset, side = (-7, 1), "right"
             text = name.format(number)
-            axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha=side, color=color, fontsize=10)
+            label: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side}
+            axes.annotate(text, (x, y), **label, color=color, fontsize=10, parse_math=True)
     axes.set(xlim=(-0.15, 2.4), ylim=(-0.05, 2.3), aspect="equal")
     axes.set_xlabel("first channel")
     axes.set_ylabel("second channel")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
 
 
-def _draw_scores(axes: Axes, scores: Tensor, name: str) -> None:
-    """A table of numbers whose ground is darker where they are higher."""
+def _plot_scores(axes: Axes, scores: Tensor, name: str) -> None:
+    """Plot a table of numbers; higher ones have a darker background."""
+    axes.grid(visible=False)
     axes.imshow(scores.numpy(), cmap="Blues", vmin=0, vmax=HIGHEST_SCORE)
     axes.set_title(name, fontsize=11)
     for i, row in enumerate(scores.tolist()):
@@ -142,24 +142,26 @@ def _draw_scores(axes: Axes, scores: Tensor, name: str) -> None:
             color = "white" if score > 0.68 * HIGHEST_SCORE else "black"
             axes.text(j, i, f"{score:.2f}", ha="center", va="center", color=color, fontsize=11)
     places = range(len(scores))
-    axes.set_xticks(places, [f"$k_{place + 1}$" for place in places])
-    axes.set_yticks(places, [f"$q_{place + 1}$" for place in places])
+    axes.set_xticks(places, [f"$k_{place + 1}$" for place in places], parse_math=True)
+    axes.set_yticks(places, [f"$q_{place + 1}$" for place in places], parse_math=True)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    # White lines between the rows: each is one query's attention.
+    # White lines between the rows, which are the weights of one query each.
     axes.set_yticks([place + 0.5 for place in places][:-1], minor=True)
-    axes.grid(axis="y", which="minor", color="white", linewidth=4)
+    axes.grid(axis="y", which="minor", color="white", linewidth=4, alpha=1)
+    axes.set_axisbelow(False)
     axes.tick_params(which="minor", length=0)
-    axes.set_xlabel(_what_rows_say(scores))
+    axes.set_xlabel(_describe_rows(scores))
 
 
-def _what_rows_say(scores: Tensor) -> str:
-    """Whether the rows are the same, as they are printed."""
-    return "all rows the same" if len(set(map(tuple, scores.round(decimals=2).tolist()))) == 1 else "every row its own"
+def _describe_rows(scores: Tensor) -> str:
+    """Return whether the rows are the same, to two decimals."""
+    is_same = len(set(map(tuple, scores.round(decimals=2).tolist()))) == 1
+    return "all rows the same" if is_same else "all rows different"
 
 
 def figure1(output: str = "runs/figure1") -> None:
-    """Redraw the paper's first figure from numbers computed on the spot.
+    """Plot the paper's first figure from computed numbers.
 
     Args:
         output: Folder for figure1.png, figure1.svg and figure1.json.
@@ -167,14 +169,15 @@ def figure1(output: str = "runs/figure1") -> None:
     folder = check_output_folder(output, ("figure1.png", "figure1.svg", "figure1.json"))
     make_output_dir(folder)
     cases = figure1_cases()
-    table = Table("query", *(STYLES[attention].name for attention in ATTENTIONS), title="What keys 1 to 4 count")
+    rows = []
     for case in cases:
         for number in range(len(case.queries)):
-            rows = [case.scores[attention][number].tolist() for attention in ATTENTIONS]
-            cells = [" ".join(f"{score:.2f}" for score in row) for row in rows]
-            table.add_row(f"{case.letter} q{number + 1}", *cells, end_section=number == len(case.queries) - 1)
-    Console().print(table)
-    save_drawing(draw_figure1(cases), folder, "figure1")
+            scores = [case.scores[attention][number].tolist() for attention in ATTENTIONS]
+            cells = [" ".join(f"{score:.2f}" for score in weights) for weights in scores]
+            rows.append((f"{case.letter} q{number + 1}", *cells))
+    headings = ("query", *(STYLES[attention].name for attention in ATTENTIONS))
+    Console().print(rich_table(Table(headings, rows, "Weights of keys 1 to 4")))
+    save_figure(plot_figure1(cases), folder, "figure1")
     content = {
         case.letter: {
             "title": " ".join(case.title.split()),

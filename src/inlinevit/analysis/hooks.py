@@ -1,8 +1,8 @@
-"""Looking inside models: every layer of attention of a forward pass, one after the other.
+"""Hooks on attention: show every attention layer of a forward pass, one after the other.
 
-Our own layers say themselves what they compute with (`TokenMixer.shares`, `TokenMixer.rows`). Those of timm call
-torch's `scaled_dot_product_attention`: each is called once more, apart from the model, and what it passes there is
-noted.
+Our own layers provide what they compute with (`BaseAttention.partition`, `BaseAttention.attention_weights`). Those of
+timm call torch's `scaled_dot_product_attention`: each is called a second time, outside the model, and the arguments of
+that function are recorded.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,49 +15,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers import ATTENTIONS, TokenMixer
-from ..layers.layouts import Windows, covers_map, window_partition, window_reverse
-from ..layers.token_mixer import Share
+from ..layers import ATTENTIONS, BaseAttention
+from ..layers.base_attention import HeadGroup, join_head_groups
+from ..layers.layouts import Windows, covers_map, merge_heads, window_partition, window_reverse
 from ..ops import softmax_weights
 from .layer import PADDING, PREFIX, Convolution, Layer, See
 
-# What is done with a layer: its output (batch · windows, heads, tokens, width) in place of the layer's own, or None.
+# Called with a layer: returns an output (batch · windows, heads, tokens, width) that replaces the layer's, or None.
 Visit = Callable[[Layer], Tensor | None]
 
 
 @torch.no_grad()
 def watch(model: nn.Module, images: Tensor, visit: Callable[[Layer], Any]) -> Tensor:
-    """Run a model, and show each layer of attention when its turn comes. Nothing of a layer is kept after its visit.
+    """Run a model, and call `visit` with each attention layer. Nothing of a layer is kept afterwards.
 
     Args:
-        model: A model of ours or any ViT, DeiT or Swin of timm's, in evaluation mode.
+        model: A model of this library, or any ViT, DeiT or Swin of timm, in evaluation mode.
         images: (batch, channels, H, W).
         visit: Called with each layer, in order.
 
     Returns:
-        What the model answers, as if nobody had looked.
+        The output of the model, which is not changed.
     """
 
-    def look(layer: Layer) -> None:
+    def show(layer: Layer) -> None:
         visit(layer)
 
-    with visited(model, images, look):
+    with visited(model, images, show):
         return model(images)
 
 
 @torch.no_grad()
 def run_masked(model: nn.Module, images: Tensor, see: See) -> Tensor:
-    """Run a model whose queries may not see all tokens, in every layer.
+    """Run a model with masked attention in every layer.
 
-    Attention is as if what a query may not see were not there; convolutions that the layer adds do not see it, either.
+    Attention is computed as if masked tokens did not exist; convolutions that the layer adds ignore them, too.
 
     Args:
         model: See watch.
         images: (batch, channels, H, W).
-        see: Which tokens queries may see.
+        see: Which tokens queries may attend to.
 
     Returns:
-        What the model answers.
+        The output of the model.
     """
     with visited(model, images, lambda layer: layer.output(see)):
         return model(images)
@@ -65,14 +65,14 @@ def run_masked(model: nn.Module, images: Tensor, see: See) -> Tensor:
 
 @contextmanager
 def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
-    """A context in which the layers of a model are visited while it runs on these images."""
+    """Return a context in which the attention layers of a model are visited while it runs on these images."""
     model = getattr(model, "_orig_mod", model)
     if model.training:
-        raise ValueError("the model is in training mode, where attention is drawn by lot: call model.eval() first")
+        raise ValueError("the model is in training mode, where dropout makes attention random: call model.eval() first")
     hooks = []
     found = False
     for name, module in model.named_modules():
-        if isinstance(module, TokenMixer):
+        if isinstance(module, BaseAttention):
             hook: Callable[..., Any] = own_hook(name, visit)
         elif isinstance(getattr(module, "fused_attn", None), bool):
             parent = model.get_submodule(name.rpartition(".")[0])
@@ -89,8 +89,8 @@ def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
     try:
         if not found:
             raise ValueError(
-                f"{type(model).__name__} has no attention that can be looked into: use a model of this library, or a "
-                "ViT, DeiT or Swin of timm's"
+                f"{type(model).__name__} has no attention that can be inspected: use a model of this library, or a "
+                "ViT, DeiT or Swin of timm"
             )
         yield
     finally:
@@ -99,55 +99,64 @@ def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
 
 
 def own_hook(name: str, visit: Visit) -> Callable[..., Tensor | None]:
-    """A forward hook for a TokenMixer."""
+    """Return a forward hook for a BaseAttention."""
 
-    def hook(mixer: TokenMixer, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        x, size, context, prefix_only = token_mixer_arguments(*args, **kwargs)
+    def hook(attn: BaseAttention, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        x, feat_size, context = attention_arguments(*args, **kwargs)
         outputs = []
-        for share in mixer.shares(x, size, context):
-            layer = layer_of_share(name, mixer, share)
+        for group in attn.partition(x, feat_size):
+            layer = layer_of_head_group(name, attn, group, context)
             replaced = visit(layer)
             if replaced is not None:
-                joined = replaced.transpose(1, 2).flatten(2)
-                outputs.append(joined if not layer.sees_map else window_reverse(joined, share.windows))
-        if not outputs:
-            return None
-        out = torch.cat(outputs, dim=-1).to(output.dtype)
-        return mixer.proj_drop(mixer.proj(out[:, : output.shape[1]] if prefix_only else out))
+                joined = merge_heads(replaced)
+                outputs.append(joined if not layer.sees_map else window_reverse(joined, group.windows))
+        return attn.proj_drop(attn.proj(join_head_groups(outputs).to(output.dtype))) if outputs else None
 
     return hook
 
 
-def token_mixer_arguments(
-    x: Tensor, size: tuple[int, int], context: Tensor | None = None, prefix_only: bool = False
-) -> tuple[Tensor, tuple[int, int], Tensor, bool]:
-    """The arguments of TokenMixer.forward, however they were passed."""
-    return x, size, x if context is None else context, prefix_only
+def attention_arguments(
+    x: Tensor, feat_size: tuple[int, int], context: Tensor | None = None
+) -> tuple[Tensor, tuple[int, int], Tensor]:
+    """Return the arguments of BaseAttention.forward, however they were passed."""
+    return x, feat_size, x if context is None else context
 
 
-def layer_of_share(name: str, mixer: TokenMixer, share: Share) -> Layer:
-    """What a TokenMixer does with one share of its heads."""
-    windows, heads = share.windows, share.q.shape[1]
+def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, context: Tensor) -> Layer:
+    """Return what an attention computes for one head group; context is that of BaseAttention.forward."""
+    q, k, v, windows = group
 
-    def rows(first: int, last: int, seen: Tensor | None) -> Tensor:
-        return mixer.rows(share.q[:, :, first:last], share.k, share.v, windows, seen, first)
+    def weights(first: int, last: int, attn_mask: Tensor | None) -> Tensor:
+        return attn.attention_weights(q[:, :, first:last], k, v, windows, attn_mask, first)
 
-    convolution = None
-    if share.kernels is not None:
-        bias = None if share.bias is None else share.bias.unflatten(0, (heads, -1))
-        kernels = share.kernels.unflatten(1, (heads, -1))
-        convolution = Convolution(kernels, bias, (windows.height, windows.width))
     return Layer(
-        name if windows.shares == 1 else f"{name} ({windows.share + 1} of {windows.shares})",
-        next(word for word, kind in ATTENTIONS.items() if type(mixer) is kind),
+        name if windows.num_head_groups == 1 else f"{name} ({windows.head_group + 1} of {windows.num_head_groups})",
+        next(word for word, kind in ATTENTIONS.items() if type(attn) is kind),
         (windows.map_height, windows.map_width),
-        share.q,
-        share.k,
-        share.v,
-        places_in_windows(windows, share.q.shape[2], share.q.device),
-        share.k.shape[2] == share.q.shape[2],
-        rows,
-        convolution,
+        q,
+        k,
+        v,
+        places_in_windows(windows, q.shape[2], q.device),
+        k.shape[2] == q.shape[2],
+        weights,
+        convolution_of_head_group(attn, group, context),
+    )
+
+
+def convolution_of_head_group(attn: BaseAttention, group: HeadGroup, context: Tensor) -> Convolution | None:
+    """Return the convolution that an attention adds for one head group: dynamic and static kernels as one."""
+    kernels, static, bias = attn.local_kernels(context, group.windows), attn.static_kernels(group.windows), None
+    if static is not None:
+        weight, bias = static
+        weight = weight.flatten(1).expand(group.q.shape[0], -1, -1)
+        kernels = weight if kernels is None else kernels + weight
+    if kernels is None:
+        return None
+    heads = group.q.shape[1]
+    return Convolution(
+        kernels.unflatten(1, (heads, -1)),
+        None if bias is None else bias.unflatten(0, (heads, -1)),
+        (group.windows.height, group.windows.width),
     )
 
 
@@ -156,7 +165,7 @@ def places_in_windows(windows: Windows, tokens: int, device: torch.device) -> Te
     places = torch.arange(windows.map_height * windows.map_width, device=device)
     if covers_map(windows):
         return F.pad(places, (tokens - len(places), 0), value=PREFIX).unsqueeze(0)
-    # Cutting pads with zeros: count from 1.
+    # The partition pads with zeros: count from 1.
     places = window_partition(places.view(1, -1, 1) + 1, windows).squeeze(-1) - 1
     return torch.where(places < 0, PADDING, places)
 
@@ -180,7 +189,7 @@ Places = Callable[[Tensor], tuple[tuple[int, int], Tensor]]
 
 
 def timm_hook(name: str, visit: Visit, find_places: Places) -> Callable[..., Tensor | None]:
-    """A forward hook for an attention of timm's."""
+    """Return a forward hook for an attention of timm."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         replacements: list[Tensor] = []
@@ -199,18 +208,20 @@ def timm_hook(name: str, visit: Visit, find_places: Places) -> Callable[..., Ten
             nonlocal calls
             calls += 1
             if calls > 1 or is_causal or enable_gqa:
-                raise ValueError(f"{name} ({type(module).__name__}) is no plain softmax attention: it cannot be shown")
-            # Attention that pools has queries of its own, which are no tokens of the image.
+                raise ValueError(f"{name} ({type(module).__name__}) is not plain softmax attention: it cannot be shown")
+            # Attention pooling has learned queries, which are not tokens of the image.
             if q.shape[2] == k.shape[2]:
                 size, places = find_places(q)
-                layer = Layer(name, "softmax", size, q, k, v, places, True, softmax_rows(q, k, attn_mask, scale))
+                layer = Layer(
+                    name, "softmax", size, q, k, v, places, True, softmax_weights_function(q, k, attn_mask, scale)
+                )
                 replaced = visit(layer)
                 if replaced is not None:
                     replacements.append(replaced)
                     return replaced
             return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale)
 
-        # Once more, apart from the model: the hooked call itself stays as it is.
+        # A second call, outside the model: the hooked call itself is not changed.
         with fused(module), Intercept(attend):
             again = cast(Any, type(module)).forward(module, *args, **kwargs)
         return again if replacements else None
@@ -220,7 +231,7 @@ def timm_hook(name: str, visit: Visit, find_places: Places) -> Callable[..., Ten
 
 @contextmanager
 def fused(module: nn.Module) -> Iterator[None]:
-    """A context in which an attention of timm's calls scaled_dot_product_attention."""
+    """Return a context in which an attention of timm calls scaled_dot_product_attention."""
     attention = cast(Any, module)
     before, attention.fused_attn = attention.fused_attn, True
     try:
@@ -229,20 +240,22 @@ def fused(module: nn.Module) -> Iterator[None]:
         attention.fused_attn = before
 
 
-def softmax_rows(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Callable[..., Tensor]:
-    """See Layer.make_rows; mask is that of scaled_dot_product_attention."""
+def softmax_weights_function(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Callable[..., Tensor]:
+    """Return what Layer.weights_function needs; mask is that of scaled_dot_product_attention."""
 
-    def rows(first: int, last: int, seen: Tensor | None) -> Tensor:
+    def weights(first: int, last: int, attn_mask: Tensor | None) -> Tensor:
         part = mask if mask is None or mask.shape[-2] == 1 else mask[..., first:last, :]
         if part is None or part.dtype != torch.bool:
-            return softmax_weights(q[:, :, first:last], k, scale=scale, bias=part, seen=seen)
-        return softmax_weights(q[:, :, first:last], k, scale=scale, seen=part if seen is None else part & seen)
+            return softmax_weights(q[:, :, first:last], k, scale=scale, bias=part, attn_mask=attn_mask)
+        return softmax_weights(
+            q[:, :, first:last], k, scale=scale, attn_mask=part if attn_mask is None else part & attn_mask
+        )
 
-    return rows
+    return weights
 
 
 def plain_places(model: nn.Module, images: Tensor) -> Places:
-    """Places in a transformer that has one window: tokens before the map, then the map, row by row."""
+    """Return places in a transformer with one window: prefix tokens, then the map, row by row."""
 
     def find(q: Tensor) -> tuple[tuple[int, int], Tensor]:
         tokens, prefix = q.shape[2], int(getattr(model, "num_prefix_tokens", 0))
@@ -251,7 +264,7 @@ def plain_places(model: nn.Module, images: Tensor) -> Places:
         if prefix + size[0] * size[1] != tokens:
             size = (isqrt(tokens - prefix),) * 2
         if prefix + size[0] * size[1] != tokens:
-            raise ValueError(f"{tokens} tokens of {type(model).__name__} do not make a map: their places are not known")
+            raise ValueError(f"{tokens} tokens of {type(model).__name__} do not make a map: their places are unknown")
         places = torch.arange(size[0] * size[1], device=q.device)
         return (size[0], size[1]), F.pad(places, (prefix, 0), value=PREFIX).unsqueeze(0)
 
@@ -259,7 +272,7 @@ def plain_places(model: nn.Module, images: Tensor) -> Places:
 
 
 def size_hook(sizes: dict[str, tuple[int, int]]) -> Callable[..., None]:
-    """A hook that notes the size of the map that a block of Swin's is given, (batch, H, W, channels)."""
+    """Return a hook that records the size of the map (batch, H, W, channels) that a Swin block gets."""
 
     def hook(block: nn.Module, args: Any) -> None:
         sizes["map"] = (args[0].shape[1], args[0].shape[2])
@@ -268,7 +281,7 @@ def size_hook(sizes: dict[str, tuple[int, int]]) -> Callable[..., None]:
 
 
 def swin_places(block: nn.Module, sizes: dict[str, tuple[int, int]]) -> Places:
-    """Places in the windows of timm's Swin, which rolls the map before it pads it."""
+    """Return places in the windows of timm's Swin, which rolls the map before it pads it."""
     attention = cast(Any, block)
 
     def find(q: Tensor) -> tuple[tuple[int, int], Tensor]:

@@ -1,4 +1,4 @@
-"""One layer of attention, laid open: queries, keys, values, and the N×N weights in pieces."""
+"""The data of one attention layer: queries, keys, values, and the N×N weights in chunks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,27 +7,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# What stands in Layer.places for a token that is no place of the map.
+# Values of Layer.places for tokens that are not on the map.
 PREFIX = -1
 PADDING = -2
-# Numbers of a piece of rows that are in memory at once.
-PIECE = 2**24
+# Elements of attention weights that are in memory at once.
+CHUNK = 2**24
 
 
-class Rows(Protocol):
-    """From a range of queries, and which tokens they may see, to their rows; see Layer.rows."""
+class WeightsFunction(Protocol):
+    """From a range of queries and an attention mask to attention weights; see Layer.attention_weights."""
 
-    def __call__(self, first: int, last: int, seen: Tensor | None) -> Tensor: ...
+    def __call__(self, first: int, last: int, attn_mask: Tensor | None) -> Tensor: ...
 
 
 @dataclass
 class Convolution:
-    """A depthwise convolution of the values that a layer adds to the map, as InLine's local residual is.
+    """A depthwise convolution of the values that a layer adds to the map, such as InLine's local residual.
 
     Attributes:
         kernels: (batch · windows, heads, width, side · side), row by row.
         bias: (heads, width), or None.
-        size: (H, W) of the windows within which neighbours are neighbours.
+        size: (H, W) of the windows.
     """
 
     kernels: Tensor
@@ -40,10 +40,10 @@ class Convolution:
         return int(self.kernels.shape[-1] ** 0.5)
 
     def neighbours(self, tokens: int) -> Tensor:
-        """Which token each tap of each token's kernel meets, (side · side, tokens); -1 = none.
+        """Return which token each tap of each token's kernel is applied to, (side · side, tokens); -1 = none.
 
         Args:
-            tokens: Of a window, those before the map included.
+            tokens: Tokens of a window, including prefix tokens.
         """
         height, width = self.size
         prefix, reach = tokens - height * width, self.side // 2
@@ -60,21 +60,21 @@ class Convolution:
 
 @dataclass
 class Layer:
-    """One layer of attention, or the share of its heads that sees the same windows.
+    """One attention layer, or one of its head groups.
 
-    Tensors have a window for each image and window, those of an image side by side.
+    The first dimension of tensors is batch · windows; the windows of an image are consecutive.
 
     Attributes:
-        name: The attention's name in the model; with the share, where there are several.
-        attention: The word for its kind, such as "softmax".
+        name: Name of the attention in the model; with the head group, if there are several.
+        attention: The kind of attention, such as "softmax".
         size: (H, W) of the map.
         q: Queries (batch · windows, heads, tokens, width).
         k: Keys (batch · windows, heads, tokens, width).
         v: Values, as k.
         places: Where on the map the tokens of a window are, (windows, tokens): row · W + column, PREFIX or PADDING.
-        sees_map: Whether keys are the tokens of the map. Keys of a reduced map (PVT's) are not: they have no places.
-        make_rows: What `rows` calls.
-        convolution: What is added to the attention, if anything is.
+        sees_map: Whether keys are the tokens of the map. Keys of a reduced map (PVT) are not: they have no places.
+        weights_function: Computes `attention_weights`.
+        convolution: What is added to the attention, if there is any.
     """
 
     name: str
@@ -85,22 +85,22 @@ class Layer:
     v: Tensor
     places: Tensor
     sees_map: bool
-    make_rows: Rows
+    weights_function: WeightsFunction
     convolution: Convolution | None = None
 
     @property
     def windows(self) -> int:
-        """Windows of an image."""
+        """Windows per image."""
         return self.places.shape[0]
 
     @property
     def images(self) -> int:
-        """Images of the batch."""
+        """Images in the batch."""
         return self.q.shape[0] // self.windows
 
     @property
     def tokens(self) -> int:
-        """Queries of a window."""
+        """Queries per window."""
         return self.q.shape[2]
 
     @property
@@ -108,65 +108,66 @@ class Layer:
         """Which tokens are not padding, (windows, tokens)."""
         return self.places != PADDING
 
-    def rows(self, first: int = 0, last: int | None = None, seen: Tensor | None = None) -> Tensor:
-        """What the values count for some of the queries.
+    def attention_weights(self, first: int = 0, last: int | None = None, attn_mask: Tensor | None = None) -> Tensor:
+        """Return the attention weights of some of the queries.
 
         Args:
             first: The first query of a window.
             last: The query after the last; all by default.
-            seen: Which tokens they may see, broadcastable to (batch · windows, heads, queries, tokens); all by default.
+            attn_mask: Broadcastable to (batch · windows, heads, queries, tokens), True = the query may attend to the
+                token; all by default.
 
         Returns:
-            (batch · windows, heads, queries, tokens): `rows() @ v` is the layer's attention.
+            (batch · windows, heads, queries, tokens): `attention_weights() @ v` is the output of attention.
         """
-        return self.make_rows(first, self.tokens if last is None else last, seen)
+        return self.weights_function(first, self.tokens if last is None else last, attn_mask)
 
-    def total_rows(self, first: int = 0, last: int | None = None, channel: int | None = None) -> Tensor:
-        """The same with the convolution, whose weights are as much a part of what the values count for a query.
+    def total_weights(self, first: int = 0, last: int | None = None, channel: int | None = None) -> Tensor:
+        """Return the attention weights plus those of the convolution.
 
         Args:
-            first: See rows.
-            last: See rows.
-            channel: Of each head. Kernels differ from channel to channel; by default, their mean.
+            first: See attention_weights.
+            last: See attention_weights.
+            channel: The channel of each head. Kernels differ between channels; by default, their mean is used.
         """
         last = self.tokens if last is None else last
-        rows = self.rows(first, last)
+        weights = self.attention_weights(first, last)
         if self.convolution is None:
-            return rows
+            return weights
         kernels = self.convolution.kernels
-        taps = (kernels.mean(dim=2) if channel is None else kernels[:, :, channel]).to(rows.dtype)
+        taps = (kernels.mean(dim=2) if channel is None else kernels[:, :, channel]).to(weights.dtype)
         for tap, neighbours in enumerate(self.convolution.neighbours(self.tokens)[:, first:last]):
             (queries,) = torch.nonzero(neighbours >= 0, as_tuple=True)
-            rows[:, :, queries, neighbours[queries]] += taps[:, :, None, tap]
-        return rows
+            weights[:, :, queries, neighbours[queries]] += taps[:, :, None, tap]
+        return weights
 
     def output(self, see: "See | None" = None) -> Tensor:
-        """What the layer makes of its values before its projection, from rows and kernels written out.
+        """Return the output of the layer before its projection, from explicit weights and kernels.
 
         Args:
-            see: Which tokens queries may see; all by default. What is hidden is hidden from the convolution, too.
+            see: Which tokens queries may attend to; all by default. The convolution ignores the others, too.
 
         Returns:
             (batch · windows, heads, tokens, width).
         """
         found = []
-        for first, last in self.pieces():
-            seen = None if see is None else see(self, first, last).repeat(self.images, 1, 1).unsqueeze(1)
-            out = self.rows(first, last, seen) @ self.v.to(self.q.dtype)
+        for first, last in self.chunks():
+            attn_mask = None if see is None else see(self, first, last).repeat(self.images, 1, 1).unsqueeze(1)
+            out = self.attention_weights(first, last, attn_mask) @ self.v.to(self.q.dtype)
             if self.convolution is not None:
-                out = out + self._convolve(first, last, seen)
+                out = out + self._convolve(first, last, attn_mask)
             found.append(out)
         return torch.cat(found, dim=2)
 
-    def _convolve(self, first: int, last: int, seen: Tensor | None) -> Tensor:
-        """The convolution of the values at some of the queries, of those neighbours that they may see."""
+    def _convolve(self, first: int, last: int, attn_mask: Tensor | None) -> Tensor:
+        """Return the convolution of the values at some of the queries, over the neighbours in the mask."""
         assert self.convolution is not None
         out = torch.zeros_like(self.v[:, :, first:last])
         for tap, neighbours in enumerate(self.convolution.neighbours(self.tokens)[:, first:last]):
             (queries,) = torch.nonzero(neighbours >= 0, as_tuple=True)
             values = self.v[:, :, neighbours[queries]] * self.convolution.kernels[:, :, None, :, tap].to(out.dtype)
-            if seen is not None:
-                values = values * seen[:, :, queries, neighbours[queries]].unsqueeze(-1).to(out.dtype)
+            if attn_mask is not None:
+                values = values * attn_mask[:, :, queries, neighbours[queries]].unsqueeze(-1).to(out.dtype)
             out[:, :, queries] += values
         if self.convolution.bias is not None:
             height, width = self.convolution.size
@@ -174,24 +175,24 @@ class Layer:
             out += self.convolution.bias[:, None, :].to(out.dtype) * is_map[:, None].to(out.dtype)
         return out
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Ranges of queries whose rows fit in memory."""
-        step = max(1, PIECE // (self.q.shape[0] * self.q.shape[1] * self.k.shape[2]))
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield ranges of queries whose attention weights fit into memory."""
+        step = max(1, CHUNK // (self.q.shape[0] * self.q.shape[1] * self.k.shape[2]))
         for first in range(0, self.tokens, step):
             yield first, min(first + step, self.tokens)
 
     def near(self, first: int, last: int, side: int) -> Tensor:
-        """Which tokens lie in the neighbourhood of a query on the map, (windows, queries, tokens).
+        """Return which tokens are in the neighbourhood of a query on the map, (windows, queries, tokens).
 
         Args:
-            first: See rows.
-            last: See rows.
-            side: Side of the neighbourhood, odd; the query is its middle.
+            first: See attention_weights.
+            last: See attention_weights.
+            side: Side length of the neighbourhood, odd; the query is its centre.
         """
         if not self.sees_map:
-            raise ValueError(f"the keys of {self.name} are of a reduced map: they are in no query's neighbourhood")
+            raise ValueError(f"the keys of {self.name} belong to a reduced map: they are in no query's neighbourhood")
         if side < 1 or side % 2 == 0:
-            raise ValueError(f"the side of a neighbourhood is {side}: it should be odd, so that it has a middle")
+            raise ValueError(f"the side of a neighbourhood is {side}: it should be odd, so that it has a centre")
         row, column, on_map = self.places // self.size[1], self.places % self.size[1], self.places >= 0
         down = (row[:, first:last, None] - row[:, None, :]).abs()
         right = (column[:, first:last, None] - column[:, None, :]).abs()
@@ -199,5 +200,5 @@ class Layer:
         return both_on_map & (torch.maximum(down, right) <= side // 2)
 
 
-# From a layer and a range of queries to which tokens they may see, (windows, queries, tokens), True = seen.
+# From a layer and a range of queries to an attention mask (windows, queries, tokens), True = visible.
 See = Callable[[Layer, int, int], Tensor]

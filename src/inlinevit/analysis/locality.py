@@ -1,4 +1,4 @@
-"""Locality: the attention that a query gives its own 3×3 neighbourhood."""
+"""Locality: the weight of the 3×3 neighbourhood of each query."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -12,16 +12,16 @@ from .layer import Layer
 
 @dataclass
 class LayerLocality:
-    """What was found in one layer, averaged over the queries of the map, heads and images.
+    """Locality of one layer: means over the queries of the feature map, heads and images.
 
     Attributes:
-        layer: The layer's name.
-        size: (H, W) of the map.
-        uniform: What attention that is the same everywhere would give: 9 / tokens, less at borders.
-        attention: The weights of a query's neighbourhood, summed, without any convolution that the layer adds.
-        total: The same with it: with InLine's local residual, for instance.
-        attention_share: The share of the neighbourhood in the absolute weights of the row, without the convolution.
-        total_share: The same with it.
+        layer: Name of the layer.
+        size: (H, W) of the feature map.
+        uniform: The neighbourhood's weight in uniform attention: 9 / tokens, less at borders.
+        attention: Sum of the weights of the neighbourhood, without any convolution that the layer adds.
+        total: The same with the convolution, such as InLine's local residual.
+        attention_share: The neighbourhood's fraction of the absolute weights, without the convolution.
+        total_share: The same with the convolution.
     """
 
     layer: str
@@ -34,12 +34,12 @@ class LayerLocality:
 
 
 def measure_locality(model: nn.Module, batches: Iterable[Tensor], *, side: int = 3) -> list[LayerLocality]:
-    """How local each layer is, from the first to the last. Layers whose keys are of a reduced map are left out.
+    """Return the locality of each layer. Layers whose keys come from a reduced feature map are left out.
 
     Args:
         model: See watch.
         batches: Images (batch, channels, H, W), all of one size.
-        side: Side of the neighbourhood, odd.
+        side: Side length of the neighbourhood, odd.
     """
     sums: dict[str, tuple[LayerLocality, int]] = {}
 
@@ -55,22 +55,22 @@ def measure_locality(model: nn.Module, batches: Iterable[Tensor], *, side: int =
 
 
 def layer_locality(layer: Layer, side: int = 3) -> LayerLocality:
-    """How local a layer is.
+    """Return the locality of a layer.
 
     Args:
-        layer: Which one; its keys are the tokens of the map.
-        side: Side of the neighbourhood, odd.
+        layer: A layer whose keys are the tokens of the feature map.
+        side: Side length of the neighbourhood, odd.
     """
     totals = torch.zeros(5, dtype=torch.float64)
-    # Padding is no token that attention could be spread over.
+    # Padding gets no attention.
     tokens = layer.is_real.sum(dim=1)
-    for first, last in layer.pieces():
+    for first, last in layer.chunks():
         near, is_query = layer.near(first, last, side), layer.places[:, first:last] >= 0
         uniform = (near.sum(dim=-1).double() / tokens[:, None])[is_query].sum()
         found = [uniform * layer.images * layer.q.shape[1]]
         near, is_query = near.repeat(layer.images, 1, 1).unsqueeze(1), is_query.repeat(layer.images, 1).unsqueeze(1)
-        rows = layer.rows(first, last).double()
-        total_rows = rows if layer.convolution is None else layer.total_rows(first, last).double()
+        rows = layer.attention_weights(first, last).double()
+        total_rows = rows if layer.convolution is None else layer.total_weights(first, last).double()
         found += [near_sum(rows, near, is_query), near_sum(total_rows, near, is_query)]
         for absolute in (rows.abs(), total_rows.abs()):
             found.append(near_sum(absolute / absolute.sum(dim=-1, keepdim=True).clamp(min=1e-300), near, is_query))
@@ -80,14 +80,14 @@ def layer_locality(layer: Layer, side: int = 3) -> LayerLocality:
 
 
 def near_sum(rows: Tensor, near: Tensor, is_query: Tensor) -> Tensor:
-    """The weights of all neighbourhoods, summed; of rows (batch · windows, heads, queries, tokens)."""
+    """Return the sum of the weights of all neighbourhoods; rows are (batch · windows, heads, queries, tokens)."""
     return ((rows * near).sum(dim=-1) * is_query).sum()
 
 
 def weighted_mean(one: LayerLocality, weight: int, other: LayerLocality, other_weight: int) -> LayerLocality:
-    """The mean of what was found in two batches of images."""
+    """Return the mean of two batches of images."""
     if one.size != other.size:
-        raise ValueError(f"{one.layer} has maps of {one.size} and {other.size}: use images of one size")
+        raise ValueError(f"{one.layer} has feature maps of {one.size} and {other.size}: use images of one size")
     names = [field.name for field in fields(LayerLocality)[2:]]
     total = weight + other_weight
     means = {name: (weight * vars(one)[name] + other_weight * vars(other)[name]) / total for name in names}

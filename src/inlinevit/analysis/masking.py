@@ -1,4 +1,4 @@
-"""Masking: what accuracy is left when queries may not see their neighbourhood, or as many tokens at random."""
+"""Masking: accuracy when each query's neighbourhood, or as many random tokens, are hidden from it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from .layer import Layer, See
 
 @dataclass
 class MaskedAccuracy:
-    """How well a model does with something hidden, in every layer.
+    """Accuracy with tokens hidden in every layer.
 
     Attributes:
-        side: Side of the neighbourhood that is hidden, or whose number of tokens is.
-        hidden: "near" = each query's neighbourhood; "random" = as many tokens of the map, drawn for each query.
-        top1: Share of images told right, in percent.
+        side: Side length of the neighbourhood.
+        hidden: "near" = each query's neighbourhood; "random" = as many random tokens of the feature map.
+        top1: Top-1 accuracy in percent.
         loss: Mean cross entropy.
     """
 
@@ -31,13 +31,13 @@ class MaskedAccuracy:
 
 @dataclass
 class Masking:
-    """How well a model does with more and more hidden.
+    """Accuracy with more and more tokens hidden.
 
     Attributes:
-        images: How many images were looked at.
-        top1: Share of images told right with nothing hidden, in percent.
+        images: Number of images.
+        top1: Top-1 accuracy with nothing hidden, in percent.
         loss: Mean cross entropy with nothing hidden.
-        masked: The same with something hidden.
+        masked: The same with tokens hidden.
     """
 
     images: int
@@ -48,29 +48,29 @@ class Masking:
 
 @dataclass
 class Score:
-    """Images told right, and the sum of their losses."""
+    """Number of correct predictions, and the sum of losses."""
 
-    right: int = 0
+    correct: int = 0
     loss: float = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count the answers to a batch."""
-        self.right += int((logits.argmax(dim=1) == labels).sum())
+        """Add a batch."""
+        self.correct += int((logits.argmax(dim=1) == labels).sum())
         self.loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
 
 
 def measure_masking(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, sides: tuple[int, ...] = (3, 5, 7), seed: int = 0
 ) -> Masking:
-    """Evaluate a model with tokens hidden from its queries, in every layer.
+    """Evaluate a model with tokens hidden from its queries in every layer.
 
-    Tokens before the map (class tokens) see everything, and are seen by all.
+    Class tokens attend to all tokens, and are visible to all.
 
     Args:
         model: See watch.
-        batches: Images (batch, channels, H, W) and labels (batch). Gone through once.
-        sides: Sides of the neighbourhoods, odd.
-        seed: Decides which tokens are drawn at random.
+        batches: Images (batch, channels, H, W) and labels (batch), iterated once.
+        sides: Side lengths of the neighbourhoods, odd.
+        seed: Seed of the random tokens.
     """
     ways: dict[tuple[int, Literal["near", "random"]], tuple[See, Score]] = {}
     for side in sides:
@@ -84,12 +84,12 @@ def measure_masking(
         for see, score in ways.values():
             score.add(run_masked(model, images, see), labels)
     if count == 0:
-        raise ValueError("there are no images to measure accuracy on")
+        raise ValueError("there are no images to measure accuracy on: give at least one batch")
     masked = [
-        MaskedAccuracy(side, hidden, 100 * score.right / count, score.loss / count)
+        MaskedAccuracy(side, hidden, 100 * score.correct / count, score.loss / count)
         for (side, hidden), (_, score) in ways.items()
     ]
-    return Masking(count, 100 * whole.right / count, whole.loss / count, masked)
+    return Masking(count, 100 * whole.correct / count, whole.loss / count, masked)
 
 
 def hide_near(side: int) -> See:
@@ -102,15 +102,15 @@ def hide_near(side: int) -> See:
 
 
 def hide_at_random(side: int, generator: torch.Generator) -> See:
-    """Hide as many tokens of the map as each query's neighbourhood has, drawn for each query anew."""
+    """Hide as many random tokens of the feature map as each query's neighbourhood has."""
 
     def see(layer: Layer, first: int, last: int) -> Tensor:
         near = layer.near(first, last, side)
-        # The tokens with the highest lots are hidden. In float64, two lots are hardly ever the same.
-        lots = torch.rand(near.shape, generator=generator, dtype=torch.float64).to(near.device)
-        lots = lots.masked_fill(layer.places[:, None, :] < 0, -1.0)
+        # The tokens with the highest random numbers are hidden. In float64, two are hardly ever equal.
+        numbers = torch.rand(near.shape, generator=generator, dtype=torch.float64).to(near.device)
+        numbers = numbers.masked_fill(layer.places[:, None, :] < 0, -1.0)
         count = near.sum(dim=-1, keepdim=True)
-        lowest_hidden = lots.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(min=0))
-        return (lots < lowest_hidden) | (count == 0)
+        lowest_hidden = numbers.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(min=0))
+        return (numbers < lowest_hidden) | (count == 0)
 
     return see

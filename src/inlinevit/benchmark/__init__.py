@@ -1,1 +1,1 @@
-"""Speed, memory and cost, measured side by side."""
+"""Benchmarks of speed, memory and cost, measured side by side."""

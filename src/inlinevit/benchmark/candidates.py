@@ -1,64 +1,64 @@
-"""What can be measured: attention layers on square grids, and any of timm's models."""
+"""Candidates: attention layers on square feature maps, and models of timm."""
 
 from collections.abc import Sequence
 from math import isqrt
 from typing import Any
 
-import timm
+import timm  # noqa: F401  # before our layers: it registers our models, which need them
 import torch
 from torch import Tensor, nn
 
-from ..layers import InLineAttention, LinearAttention, SoftmaxAttention, TokenMixer
+from ..layers import BaseAttention, InLineAttention, LinearAttention, SoftmaxAttention
 from ..layers.inline_attention import PATHS
-from ..models.factory import parse_model
+from ..models import factory
 from ..utils.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
 from ..utils.validation import MOST_PIXELS, Range, check_value, require
-from .measure import Candidate, Round, draw_input, draw_weights
+from .workload import Candidate, Comparison, draw_input, draw_weights
 
-# Images are measured at multiples of the coarsest stride that models usually have.
+# Side lengths of images are multiples of the coarsest stride of most models.
 STRIDE = 32
-# Models for larger images may have more weights than a machine can hold.
-MOST_USUAL = 4096
+# Models for larger images may have more weights than fit into memory.
+MAX_UNCHECKED = 4096
 
 
 class OnGrid(nn.Module):
-    """An attention layer on square maps of one size."""
+    """An attention layer on square feature maps of one size."""
 
-    def __init__(self, layer: TokenMixer, side: int) -> None:
+    def __init__(self, layer: BaseAttention, side: int) -> None:
         super().__init__()
         self.layer = layer
         self.side = side
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (batch, side², dim) to the same."""
+        """Map tokens (batch, side², dim) to the same shape."""
         return self.layer(x, (self.side, self.side))
 
 
 class Projections(nn.Module):
-    """The four projections of an attention layer and nothing between them."""
+    """The four projections of an attention layer, without the attention."""
 
-    def __init__(self, layer: TokenMixer) -> None:
+    def __init__(self, layer: BaseAttention) -> None:
         super().__init__()
         self.qkv = layer.qkv
         self.proj = layer.proj
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, tokens, dim) to q, k and v in one and to as many tokens."""
+        """Map tokens (batch, tokens, dim) to (batch, tokens, 3 · dim) and (batch, tokens, dim)."""
         return self.qkv(x), self.proj(x)
 
 
-def layer_rounds(tokens: Sequence[int], dim: int, heads: int, batch: int) -> list[Round]:
-    """InLine attention by each path and by its own choice, its projections alone, linear and softmax attention.
+def layer_comparisons(tokens: Sequence[int], dim: int, heads: int, batch: int) -> list[Comparison]:
+    """Return comparisons of InLine attention (its default path and each path), its projections, linear and softmax.
 
     Args:
         tokens: Numbers of tokens, each a square.
         dim: Channels.
         heads: Heads.
-        batch: Maps of a call.
+        batch: Feature maps per call.
     """
     for count in tokens:
         side = isqrt(max(count, 1))
-        require(side**2 == count, f"{count} tokens make no square map: {side**2} or {(side + 1) ** 2} would")
+        require(side**2 == count, f"{count} tokens are not a square map: use {side**2} or {(side + 1) ** 2}")
         check_value("tokens", count, int, Range(1, MOST_PIXELS**2))
     for name, value in {"dim": dim, "heads": heads, "batch": batch}.items():
         check_value(name, value, int, Range(1, MOST_PIXELS))
@@ -67,7 +67,7 @@ def layer_rounds(tokens: Sequence[int], dim: int, heads: int, batch: int) -> lis
     what = f"{batch} map{'' if batch == 1 else 's'} of {largest} tokens"
     require_memory(FLOAT_BYTES * batch * largest * dim, what, "choose fewer tokens, or a smaller batch")
 
-    def candidate(name: str, kind: type[TokenMixer], count: int, path: str | None = None) -> Candidate:
+    def candidate(name: str, kind: type[BaseAttention], count: int, path: str | None = None) -> Candidate:
         def make(device: torch.device) -> tuple[nn.Module, Tensor]:
             layer = kind(dim, heads, device=device)
             draw_weights(layer)
@@ -77,10 +77,10 @@ def layer_rounds(tokens: Sequence[int], dim: int, heads: int, batch: int) -> lis
             return module, draw_input(batch, count, dim, device=device)
 
         is_inline = name.startswith("InLine")
-        return Candidate(name, count, make, kin="InLine" if is_inline else "", is_optional=path is not None)
+        return Candidate(name, count, make, output_group="InLine" if is_inline else "", is_optional=path is not None)
 
     return [
-        Round(
+        Comparison(
             f"{count:,} tokens",
             batch,
             [
@@ -95,29 +95,29 @@ def layer_rounds(tokens: Sequence[int], dim: int, heads: int, batch: int) -> lis
     ]
 
 
-def model_rounds(models: Sequence[str], sizes: Sequence[int], batches: Sequence[int]) -> list[Round]:
-    """Models against each other: a turn for each size and batch.
+def model_comparisons(models: Sequence[str], sizes: Sequence[int], batches: Sequence[int]) -> list[Comparison]:
+    """Return one comparison of models per image size and batch size.
 
     Args:
         models: NAME or NAME:OPTION=VALUE,OPTION=VALUE, as timm.create_model knows them.
-        sizes: Sides of the images.
-        batches: Images of a call.
+        sizes: Side lengths of the images.
+        batches: Images per call.
     """
     return [
-        Round(f"{size}², batch {batch}", batch, [model_candidate(model, size, batch) for model in models])
+        Comparison(f"{size}², batch {batch}", batch, [model_candidate(model, size, batch) for model in models])
         for batch in batches
         for size in sizes
     ]
 
 
 def model_candidate(text: str, size: int, batch: int) -> Candidate:
-    """A model to be measured on random images; see model_rounds()."""
-    name, options = parse_model(text)
+    """Return a model on random images; see model_comparisons()."""
+    name, options = factory.parse_model(text)
     check_side("size", size)
     check_value("batch", batch, int, Range(1, MOST_PIXELS))
     require_memory_for_images(batch, 3, size, size, "choose smaller sizes or batches")
-    if options or size > MOST_USUAL:
-        # What cannot be made is refused before others are measured.
+    if options or size > MAX_UNCHECKED:
+        # A model that cannot be built is refused before others are measured.
         require_memory_for_model(lambda: create_model(name, options, size), text, "choose smaller values")
 
     def make(device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -128,27 +128,18 @@ def model_candidate(text: str, size: int, batch: int) -> Candidate:
 
 
 def check_side(name: str, pixels: int) -> None:
-    """Refuse a side of the images that is no multiple of STRIDE."""
+    """Raise a ValueError if a side length of images is not a multiple of STRIDE."""
     lower = max(pixels // STRIDE, 1) * STRIDE
-    remedy = f"{lower} or {lower + STRIDE} would be"
-    require(pixels > 0 and pixels % STRIDE == 0, f"{name} {pixels} is no multiple of {STRIDE}: {remedy}")
+    remedy = f"use {lower} or {lower + STRIDE}"
+    require(pixels > 0 and pixels % STRIDE == 0, f"{name} {pixels} is not a multiple of {STRIDE}: {remedy}")
     check_value(name, pixels, int, Range(1, MOST_PIXELS))
 
 
 def create_model(name: str, options: dict[str, Any], size: int) -> nn.Module:
-    """A model of timm's for images of a size, whether it must be told of the size or not."""
+    """Create a model of timm's for images of a size, which not all models take as an argument."""
     try:
-        try:
-            return timm.create_model(name, img_size=size, **options)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            return timm.create_model(name, **options)
-    except (OSError, ValueError):
-        raise
-    except Exception as error:
-        # Models of timm's do not check their arguments: what they cannot be made with, they stumble over somewhere.
-        problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        return factory.create_model(name, {}, optional={"img_size": size}, options=options, own_words={})
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name} cannot be made with {options} for images of {size}² ({problem}): choose other options or sizes"
+            f"{name} cannot be made with {options} for images of {size}² ({error}): choose other options or sizes"
         ) from error

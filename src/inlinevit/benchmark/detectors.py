@@ -1,4 +1,4 @@
-"""Detectors as candidates: from images to objects, each with as many regions as the others."""
+"""Detectors as candidates: from images to objects, with the same number of regions for all detectors."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -15,19 +15,19 @@ from ..tasks.detection.model import PyramidRCNN, build_detector
 from ..utils.memory import require_memory_for_images
 from ..utils.validation import did_you_mean, require
 from .candidates import check_side
-from .measure import SEED, Candidate, Round, draw_input
+from .workload import SEED, Candidate, Comparison, draw_input
 
-# Objects of an image that is trained on.
+# Objects per image in training.
 OBJECTS = 8
 
 
-class SteadyDetector(nn.Module):
-    """A detector from images to objects, or in training to losses, with a number of regions that does not vary.
+class FixedRegionsDetector(nn.Module):
+    """A detector with a fixed number of regions, from images to objects or, in training, to losses.
 
-    Weights are random, and so are proposals. Therefore proposals may overlap and no score is too low: the box heads see
-    BOXES regions and the mask heads MASKS. In training they see as many as are drawn, and masks of the objects
-    themselves and of the few proposals that meet them. Masks stay as small as the heads make them: pasting them into
-    the image takes the same for all.
+    Weights are random, and so are proposals. Therefore proposals may overlap and no score is too low: the box heads get
+    BOXES regions and the mask heads get MASKS. In training they get as many as are sampled, and the masks of the
+    objects and of the few proposals that match them. Masks keep the size that the heads return, because pasting them
+    into the image takes the same time for all detectors.
 
     Args:
         detector: The detector.
@@ -50,7 +50,7 @@ class SteadyDetector(nn.Module):
         self.register_buffer("masks", torch.ones(OBJECTS, height, width, dtype=torch.uint8))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Images (batch, 3, H, W) to boxes, labels, scores and masks of each, or to the losses."""
+        """Map images (batch, 3, H, W) to boxes, labels, scores and masks of each, or to the losses."""
         size: tuple[int, int] = (images.shape[2], images.shape[3])
         sizes, targets = [size] * len(images), None
         if self.training:
@@ -65,29 +65,31 @@ class SteadyDetector(nn.Module):
             seen = (len(boxes), len(objects["boxes"]))
             require(
                 seen == (BOXES, MASKS),
-                f"a detector made {seen[0]} boxes and {seen[1]} masks of an image of {size[0]}×{size[1]}, and "
-                f"{BOXES} and {MASKS} can be compared: take larger images",
+                f"a detector found {seen[0]} boxes and {seen[1]} masks in an image of {size[0]}×{size[1]} instead of "
+                f"{BOXES} and {MASKS}: use larger images",
             )
         return tuple(value for objects in found for value in objects.values())
 
 
 def count_flops(module: nn.Module, x: Tensor) -> float:
-    """Floating-point operations of a forward call of a SteadyDetector."""
-    detector = cast(SteadyDetector, module).detector
+    """Return the floating-point operations of a forward call of a FixedRegionsDetector."""
+    detector = cast(FixedRegionsDetector, module).detector
     rois = stages_of(detector)[0].fg_bg_sampler.batch_size_per_image
     regions = (rois, OBJECTS) if module.training else (BOXES, MASKS)
     detector = deepcopy(detector).to("meta")
     return 2e9 * len(x) * detector_cost(detector, (x.shape[2], x.shape[3]), boxes=regions[0], masks=regions[1])[1]
 
 
-def detector_rounds(backbones: Sequence[str], detectors: Sequence[str], height: int, width: int) -> list[Round]:
-    """Detectors on several backbones against each other, on one image.
+def detector_comparisons(
+    backbones: Sequence[str], detectors: Sequence[str], height: int, width: int
+) -> list[Comparison]:
+    """Return one comparison of backbones per kind of detector, on one image.
 
     Args:
         backbones: NAME or NAME:OPTION=VALUE,OPTION=VALUE, as timm.create_model knows them.
-        detectors: Their kinds, a turn for each.
-        height: Of the image.
-        width: Of the image.
+        detectors: Kinds of detectors.
+        height: Height of the image.
+        width: Width of the image.
     """
     for name, pixels in {"height": height, "width": width}.items():
         check_side(name, pixels)
@@ -108,15 +110,17 @@ def detector_rounds(backbones: Sequence[str], detectors: Sequence[str], height: 
         )
 
         def make(device: torch.device) -> tuple[nn.Module, Tensor]:
-            # As torchvision and timm draw them: with larger ones, boxes would leave the image.
+            # The usual initialisation: with larger weights, boxes would leave the image.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(SEED)
                 detector = build_detector(config, CATEGORIES)
-            return SteadyDetector(detector, (height, width)).to(device), draw_input(1, 3, height, width, device=device)
+            return FixedRegionsDetector(detector, (height, width)).to(device), draw_input(
+                1, 3, height, width, device=device
+            )
 
         return Candidate(text, height, make, width=width, count=count_flops)
 
     return [
-        Round(f"{kind}, {height}×{width}", 1, [candidate(cast(Kind, kind), text) for text in backbones])
+        Comparison(f"{kind}, {height}×{width}", 1, [candidate(cast(Kind, kind), text) for text in backbones])
         for kind in detectors
     ]

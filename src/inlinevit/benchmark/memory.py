@@ -1,4 +1,4 @@
-"""The memory that a call takes at its peak, by torch's own allocations."""
+"""The peak memory of a call, by torch's own allocations."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that a call holds at a time, beyond what was there before it.
+    """Return the most bytes that a call holds at a time, beyond what was allocated before it.
 
-    On a CPU this is the running total of torch's allocations, and does not vary from call to call.
+    On a CPU this is the maximum of the running total of torch's allocations, which is the same for each call.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -24,7 +24,7 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated() - before
     with _without_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
-    # What was allocated before and is freed now does not count, so allocations are known by their address.
+    # Memory that was allocated before the call and is freed by it does not count: allocations have addresses.
     held: dict[int, int] = {}
     total = peak = 0
     for event in sorted(_allocations(record), key=lambda event: event.start_time_ns):
@@ -39,7 +39,7 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _allocations(record: profile) -> list[Any]:
-    """All events in which memory was taken or given back."""
+    """Return all events of allocation and release."""
     assert record.profiler is not None
     assert record.profiler.kineto_results is not None
     found, waiting = [], list(record.profiler.kineto_results.experimental_event_tree())
@@ -53,7 +53,7 @@ def _allocations(record: profile) -> list[Any]:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """The library behind the profiler writes to stderr when it starts and stops, and cannot be told not to."""
+    """Suppress stderr: the library behind the profiler writes to it when it starts and stops, and has no option."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

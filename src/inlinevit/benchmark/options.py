@@ -1,4 +1,4 @@
-"""What `inlinevit bench` can measure and with which options. This module loads without torch."""
+"""The benchmarks of `inlinevit bench` and their options. This module loads without torch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +30,13 @@ FAMILIES: dict[str, list[tuple[str, str | None]]] = {
 
 @dataclass(frozen=True)
 class Bench:
-    """What `inlinevit bench NAME` measures.
+    """A benchmark.
 
     Attributes:
-        help: What it measures, in a sentence.
-        options: The options of its own, with their defaults; lists take several values.
-        quick: The defaults that differ with --quick.
-        longest_call: Candidates that would take more seconds per call are left out; with --quick, a thirtieth of it.
+        help: What it measures.
+        options: Its own options with their defaults; lists take several values.
+        quick: Defaults that differ with --quick.
+        longest_call: Candidates that would take more seconds per call are left out; a thirtieth of it with --quick.
     """
 
     help: str
@@ -47,11 +47,11 @@ class Bench:
 
 # How a candidate can be run; measure.MODES has the functions.
 ALL_MODES = ["eager", "compiled", "optimized"]
-# Benches of what optimize_for_inference does not support.
+# Benchmarks of modules that optimize_for_inference does not take.
 WITHOUT_OPTIMIZED = ("layer", "detection")
 BENCHES = {
     "layer": Bench(
-        "an attention layer: InLine by each of its paths, linear, softmax, against the projections alone",
+        "an attention layer: InLine on each of its paths, linear, softmax, and the projections alone",
         {
             "tokens": [49, 196, 576, 1600, 4096, 16384],
             "dim": 192,
@@ -62,12 +62,12 @@ BENCHES = {
         {"tokens": [196, 1600, 4096], "modes": ["eager"]},
     ),
     "model": Bench(
-        "any of timm's models against each other",
+        "any models of timm, side by side",
         {"models": [INLINE_DEIT, SOFTMAX_DEIT], "sizes": [224, 384], "batches": [1, 8], "modes": ALL_MODES},
         {"sizes": [224], "batches": [1, 8], "modes": ["eager"]},
     ),
     "accuracy": Bench(
-        "published accuracy against measured time, for all families",
+        "published accuracy and measured time of all families",
         {"families": list(FAMILIES), "batches": [1], "modes": ALL_MODES},
         {"families": ["deit", "pvt"], "modes": ["eager"]},
     ),
@@ -90,8 +90,8 @@ BENCHES = {
         },
         {"sizes": [224, 320, 448, 640], "modes": ["eager"]},
     ),
-    # 1333×800, as detectors usually see images, padded to multiples of 32. Without reduction, the first stage of a
-    # softmax PVT has 67,200 tokens, which is slow.
+    # 1333×800, the usual input size of detectors, padded to multiples of 32. Without reduction, the first stage of a
+    # softmax PVT has 67,200 tokens, which takes minutes.
     "detection": Bench(
         "whole detectors on one image, from pixels to objects",
         {
@@ -107,18 +107,18 @@ BENCHES = {
 }
 # Help texts of the options.
 OPTIONS_HELP = {
-    "tokens": "numbers of tokens, squares",
+    "tokens": "numbers of tokens, which are squares",
     "dim": "channels",
     "heads": "heads",
     "batch": "feature maps per call",
-    "backbones": "timm's names, with options as in 'pvt_tiny:sr_ratios=[1,1,1,1]'; others are compared with the first",
+    "backbones": "names in timm, with options as in 'pvt_tiny:sr_ratios=[1,1,1,1]'; others are compared with the first",
     "detectors": "mask_rcnn, cascade_mask_rcnn or both",
-    "height": "of the image in pixels",
-    "width": "of the image in pixels",
-    "models": "timm's names, with options as in 'inline_swin_tiny:window_size=14'; others are compared with the first",
-    "sizes": "sides of the images in pixels",
+    "height": "height of the image in pixels",
+    "width": "width of the image in pixels",
+    "models": "names in timm, with options as in 'inline_swin_tiny:window_size=14'; others are compared with the first",
+    "sizes": "side lengths of the images in pixels",
     "batches": "images per call",
     "families": f"some of {', '.join(FAMILIES)}",
-    "windows": "sides of the windows in tokens; all are compared with InLine at the first",
-    "modes": f"some of {', '.join(ALL_MODES)}; optimized is for our models",
+    "windows": "side lengths of the windows in tokens; all are compared with InLine at the first",
+    "modes": f"some of {', '.join(ALL_MODES)}; optimized is for models of this package",
 }

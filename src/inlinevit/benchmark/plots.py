@@ -1,22 +1,17 @@
-"""Drawings of measurements: lines over sizes, marks for modes, and bars."""
+"""The figures of benchmarks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
-from ..report import STYLES, Style
-from .measure import Measurement
+from ..report import STYLES, WIDTH, Line, Panel, Style, add_legend, lines_figure, log_axis, plot_style
+from .options import FAMILIES
+from .results import Measurement, Results
+from .studies import published_top1
+from .tables import tokens_of
 
-WIDTH = 9.6
-# Axes with no more places than this have a number at each of them.
-MOST_PLACES = 8
-# Like STYLES, for the projections alone and for paths that were forced.
+# For the projections alone and for forced paths of InLine attention.
 OTHER_STYLES = {
     "projections": Style("projections", "#000000", "x", "-."),
     "InLine, folded": Style("InLine, folded", "#CC79A7", "v", ":"),
@@ -28,167 +23,143 @@ MODE_STYLES = {
     "compiled": Style("compiled", "#E69F00", "^", ""),
     "optimized": Style("optimized", "#009E73", "o", ""),
 }
+SIZE_LETTERS = {"tiny": "T", "small": "S", "medium": "M", "base": "B", "large": "L"}
 
 
-class Line(NamedTuple):
-    """A line of a drawing.
-
-    Attributes:
-        label: What it is called.
-        style: How it is drawn.
-        x: Places.
-        y: Values.
-        low: Lower quartiles; none if empty.
-        high: Upper quartiles.
-        marks: Texts beside the points; none if empty.
-    """
-
-    label: str
-    style: Style
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    marks: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class LinesPanel:
-    """One set of axes.
-
-    Attributes:
-        x_label: What goes to the right, with its unit.
-        y_label: What goes up, with its unit.
-        lines: The lines.
-        title: What the panel is of.
-    """
-
-    x_label: str
-    y_label: str
-    lines: Sequence[Line]
-    title: str = ""
+def make_figure(results: Results) -> tuple[Figure, str]:
+    """Return the figure of a benchmark and its caption."""
+    return FIGURES.get(results.what, modes_figure)(results)
 
 
 def style_of(name: str) -> Style:
-    """How a layer or a model is drawn: as its attention."""
+    """Return the style of a layer or a model: that of its attention."""
     if name in OTHER_STYLES:
         return OTHER_STYLES[name]
     attention = name.partition("attention=")[2] or ("inline" if name.lower().startswith("inline") else name)
     return STYLES.get(attention, STYLES["softmax"])
 
 
-def attention_line(name: str, x: Sequence[float], y: Sequence[float]) -> Line:
-    """A line in the style of an attention."""
-    style = style_of(name)
-    return Line(name if name.startswith("InLine, ") else style.name, style, x, y)
+def time_line(points: Sequence[Measurement], x: Sequence[float]) -> Line:
+    """Return milliseconds per image, with their quartiles."""
+    low, median, high = ([1000 * one.seconds[i] / one.batch for one in points] for i in range(3))
+    return Line(style_of(points[0].name), x, median, low, high)
 
 
-def lines_figure(panels: Sequence[LinesPanel], *, log_x: bool, log_y: bool) -> Figure:
-    """Panels side by side, two in a row, with one legend for all of them."""
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(WIDTH if columns > 1 else 0.75 * WIDTH, 3.4 * rows + 0.6), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    handles = {}
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        for line in panel.lines:
-            handles[line.label] = draw_line(axes, line)
-        axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
-        axes.margins(x=0.06, y=0.1)
-        places = sorted({value for line in panel.lines for value in line.x})
-        is_measured = any(line.marks for line in panel.lines)
-        if log_x:
-            axes.set_xscale("log")
-            show_plain_numbers(axes.xaxis, places if len(places) <= MOST_PLACES and not is_measured else None)
-            axes.tick_params(axis="x", labelrotation=30 if len(places) > 5 and not is_measured else 0)
-        if log_y:
-            axes.set_yscale("log")
-            show_plain_numbers(axes.yaxis)
-        tidy(axes)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=min(4, len(handles)), frameon=False
-    )
-    return figure
+def layer_figure(results: Results) -> tuple[Figure, str]:
+    """Plot time over tokens."""
+    lines = [time_line(points, [one.size for one in points]) for points in results.by_name().values()]
+    figure = lines_figure([Panel("tokens", "ms per call", lines)], log_x=True, log_y=True)
+    return figure, "Time of an attention layer over its tokens, in its best mode."
 
 
-def draw_line(axes: Axes, line: Line) -> Artist:
-    """Draw a line with its quartiles and marks; returns what stands for it in the legend."""
-    style = line.style
-    if line.low:
-        axes.fill_between(line.x, line.low, line.high, color=style.color, alpha=0.15, linewidth=0)
-    (drawn,) = axes.plot(
-        line.x, line.y, color=style.color, marker=style.marker, linestyle=style.dash, markersize=5, linewidth=1.5
-    )
-    for x, y, mark in zip(line.x, line.y, line.marks, strict=False):
-        axes.annotate(mark, (x, y), textcoords="offset points", xytext=(6, -10), color=style.color, fontsize=9)
-    return drawn
+def resolution_figure(results: Results) -> tuple[Figure, str]:
+    """Plot time over the side length of the images, one panel per batch size."""
+    panels = []
+    for batch in results.batches:
+        lines = [time_line(points, [one.size for one in points]) for points in results.by_name(batch).values()]
+        panels.append(Panel("side length of the images, pixels", "ms per image", lines, f"batch {batch}"))
+    return lines_figure(panels, log_x=True, log_y=True), "Time of DeiT-T over the resolution, in its best mode."
 
 
-def show_plain_numbers(axis: Axis, places: Sequence[float] | None = None) -> None:
-    """224, not 2.24·10², on a logarithmic axis: at these places, or at 1, 2, 5, 10, …, or at 1, 10, … if it is long."""
-    low, high = axis.get_data_interval()
-    steps = LogLocator(subs=(1, 2, 5) if high < 3000 * low else (1,))
-    axis.set_major_locator(steps if places is None else FixedLocator(list(places)))
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    axis.set_minor_formatter(NullFormatter())
-    axis.minorticks_off()
+def window_figure(results: Results) -> tuple[Figure, str]:
+    """Plot time over the side length of the windows, one panel per batch size."""
+    panels = []
+    for batch in results.batches:
+        models: dict[str, list[Measurement]] = {}
+        for name, points in results.by_name(batch).items():
+            models.setdefault(name.partition(":")[0], []).extend(points)
+        lines = [
+            time_line(points, [int(one.name.partition("window_size=")[2]) for one in points])
+            for points in models.values()
+        ]
+        panels.append(Panel("side length of the windows, tokens", "ms per image", lines, f"batch {batch}"))
+    return lines_figure(panels, log_x=True, log_y=True), "Time of Swin-T at 224² over the size of its windows."
 
 
-def modes_figure(measurements: Sequence[Measurement]) -> Figure:
-    """A row for each model in each turn, with a mark for each mode at its images per second."""
-    rows = list(dict.fromkeys((one.turn, one.name) for one in measurements))
-    figure = Figure(figsize=(WIDTH, 1.2 + 0.42 * len(rows)), layout="constrained")
+def scaling_figure(results: Results) -> tuple[Figure, str]:
+    """Plot time and memory over tokens."""
+    time_lines, memory_lines = [], []
+    for name, points in results.by_name(results.batches[0]).items():
+        tokens = [tokens_of(one) for one in points]
+        time_lines.append(time_line(points, tokens))
+        memory_lines.append(Line(style_of(name), tokens, [one.memory / 1e6 for one in points]))
+    panels = [Panel("tokens", "ms per image", time_lines), Panel("tokens", "peak MB", memory_lines)]
+    figure = lines_figure(panels, log_x=True, log_y=True)
+    return figure, "Time and peak memory of DeiT-T over the number of tokens, on logarithmic scales."
+
+
+def accuracy_figure(results: Results) -> tuple[Figure, str]:
+    """Plot published accuracy over measured time, one panel per family."""
+    found = results.by_name(results.batches[0])
+    panels = []
+    for family, pairs in FAMILIES.items():
+        lines = []
+        # InLine models, then softmax models.
+        for names in zip(*pairs, strict=True):
+            points = [found[name][0] for name in names if name in found]
+            if points:
+                line = time_line(points, [1000 / one.images_per_second for one in points])
+                letters = [letter for one in points for word, letter in SIZE_LETTERS.items() if word in one.name]
+                top1 = [published_top1(one.name) for one in points]
+                lines.append(replace(line, y=top1, low=(), high=(), notes=letters))
+        if lines:
+            panels.append(Panel("ms per image", "top-1, %", lines, family))
+    caption = "Published accuracy over measured time in the best mode; T, S, M, B, L are the sizes of the models."
+    return lines_figure(panels, log_x=True), caption
+
+
+@plot_style
+def modes_figure(results: Results) -> tuple[Figure, str]:
+    """Plot one row per model and comparison, with one marker per mode at its images per second."""
+    rows = list(dict.fromkeys((one.comparison, one.name) for one in results.measurements))
+    figure = Figure(figsize=(WIDTH, 1.2 + 0.42 * len(rows)))
     axes = figure.subplots()
-    for row, (mode, style) in enumerate(MODE_STYLES.items()):
-        points = [one for one in measurements if one.mode == mode]
+    handles = []
+    for number, (mode, style) in enumerate(MODE_STYLES.items()):
+        points = [one for one in results.measurements if one.mode == mode]
         if not points:
             continue
-        rate = [one.images_per_second for one in points]
-        error = [
-            [now - one.batch / one.seconds.high for now, one in zip(rate, points, strict=True)],
-            [one.batch / one.seconds.low - now for now, one in zip(rate, points, strict=True)],
+        rates = [one.images_per_second for one in points]
+        errors = [
+            [rate - one.batch / one.seconds.high for rate, one in zip(rates, points, strict=True)],
+            [one.batch / one.seconds.low - rate for rate, one in zip(rates, points, strict=True)],
         ]
-        # Modes one below the other, so that bars do not hide each other.
-        places = [rows.index((one.turn, one.name)) + 0.22 * (row - 1) for one in points]
-        axes.errorbar(
-            rate, places, xerr=error, label=mode, color=style.color, marker=style.marker, linestyle="", capsize=2
-        )
-    is_plain = len({name for _, name in rows}) == len(rows)
-    labels = [name if is_plain else f"{name}, {turn}" for turn, name in rows]
-    axes.set_yticks(range(len(rows)), labels, parse_math=False)
+        # Modes are shifted, so that error bars do not overlap.
+        places = [rows.index((one.comparison, one.name)) + 0.22 * (number - 1) for one in points]
+        handles.append(axes.errorbar(rates, places, xerr=errors, **style.line, capsize=2))
+    is_unique = len({name for _, name in rows}) == len(rows)
+    axes.set_yticks(range(len(rows)), [name if is_unique else f"{name}, {comparison}" for comparison, name in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xscale("log")
     axes.set_xlabel("images per second")
-    show_plain_numbers(axes.xaxis)
-    tidy(axes)
-    figure.legend(loc="outside upper center", ncols=len(MODE_STYLES), frameon=False)
-    return figure
+    log_axis(axes.xaxis)
+    add_legend(figure, handles)
+    return figure, "Images per second: medians, and bars from quartile to quartile."
 
 
-def bars_figure(names: Sequence[str], styles: Sequence[Style], panels: Mapping[str, Sequence[float]]) -> Figure:
-    """A bar for each name in each panel, side by side.
-
-    Args:
-        names: What is compared.
-        styles: How each is drawn.
-        panels: Values of each, by what they are.
-    """
-    figure = Figure(figsize=(WIDTH, 1.2 + 0.42 * len(names)), layout="constrained")
+@plot_style
+def detection_figure(results: Results) -> tuple[Figure, str]:
+    """Plot time and memory of each detector as bars."""
+    best = results.best
+    has_kinds = len({one.comparison for one in best}) > 1
+    names = [f"{one.name}, {one.comparison}" if has_kinds else one.name for one in best]
+    panels = {"s": [one.seconds.median for one in best], "peak MB": [one.memory / 1e6 for one in best]}
+    figure = Figure(figsize=(WIDTH, 1.2 + 0.42 * len(names)))
     (grid,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axes, (label, values) in zip(grid, panels.items(), strict=True):
-        bars = axes.barh(range(len(names)), values, color=[style.color for style in styles])
+        bars = axes.barh(range(len(names)), values, color=[style_of(one.name).color for one in best])
         axes.bar_label(bars, fmt="{:.3g}" if max(values) < 1000 else "{:,.0f}", padding=3, fontsize=9)
         axes.set_xlabel(label)
         axes.margins(x=0.18)
-        tidy(axes)
-    grid[0].set_yticks(range(len(names)), names, parse_math=False)
+    grid[0].set_yticks(range(len(names)), names)
     grid[0].set_ylim(len(names) - 0.4, -0.6)
-    return figure
+    return figure, "Time and peak memory of whole detectors on one image."
 
 
-def tidy(axes: Axes) -> None:
-    """A light grid, and no frame above and to the right."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+FIGURES: dict[str, Callable[[Results], tuple[Figure, str]]] = {
+    "layer": layer_figure,
+    "window": window_figure,
+    "resolution": resolution_figure,
+    "scaling": scaling_figure,
+    "accuracy": accuracy_figure,
+    "detection": detection_figure,
+}

@@ -1,4 +1,4 @@
-"""What the training loop itself costs: is data loading in the way, and what does the loop add to a bare step?"""
+"""The cost of the training loop: whether data loading is the bottleneck, and what the loop adds to a bare step."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -23,12 +23,12 @@ from .timing import Quartiles, interleave, quartiles
 
 @dataclass
 class LoopTimes:
-    """Seconds of a step of the loop, and of what it is compared with.
+    """Seconds of a training step, and of the steps that it is compared with.
 
     Attributes:
         training: A training step with real data.
-        data_only: The same with a model that does nothing: reading, augmenting and moving data, and the loop itself.
-        loop_on_tensors: A training step on the same batch again and again.
+        data_only: The same with a model that does nothing: reading, augmenting and moving data, and the loop.
+        loop_on_tensors: A training step on one batch, repeated.
         bare_on_tensors: Forward, backward and update on the same batch, without the loop.
     """
 
@@ -38,7 +38,7 @@ class LoopTimes:
     bare_on_tensors: Quartiles
 
     def summary(self) -> dict[str, Any]:
-        """The figures, and the two ratios that they are for."""
+        """Return all times and the two ratios of interest."""
         return {
             **{name: list(times) for name, times in asdict(self).items()},
             "times_faster_without_model": self.training.median / self.data_only.median,
@@ -47,7 +47,7 @@ class LoopTimes:
         }
 
 
-class Nothing(nn.Module):
+class ConstantModel(nn.Module):
     """A model that does no work: the same logits for every image."""
 
     def __init__(self, num_classes: int) -> None:
@@ -55,7 +55,7 @@ class Nothing(nn.Module):
         self.logits = nn.Parameter(torch.zeros(num_classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) to (batch, classes)."""
+        """Map (batch, channels, height, width) to (batch, classes)."""
         return self.logits.expand(len(images), -1)
 
 
@@ -64,17 +64,17 @@ class WithoutModel(Classification):
 
     def build_model(self) -> nn.Module:
         """See Task.build_model."""
-        return Nothing(self.num_classes)
+        return ConstantModel(self.num_classes)
 
 
 def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
-    """Measure the loop with the data and the model of a recipe.
+    """Measure the training loop with the data and the model of a recipe.
 
     Args:
         config: The recipe.
         steps: Steps of each kind.
     """
-    require(steps > 1, f"steps is {steps}: it should be at least 2, to tell how much times vary")
+    require(steps > 1, f"steps is {steps}: it should be at least 2, for quartiles")
     check_value("steps", steps, int, Range(2, MOST_STEPS))
     with TemporaryDirectory() as folder:
         config = replace(config, run=replace(config.run, output=str(Path(folder) / "run"), resume="never"))
@@ -89,7 +89,7 @@ def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
             rounds=steps,
             console=console,
         )
-        # Apart from the others, because workers that read ahead would disturb them.
+        # Timed separately, because workers that prefetch would disturb the others.
         real, idle = Trainer(Classification(config), config), Trainer(WithoutModel(config), config)
         real_batches, idle_batches = endless(real), endless(idle)
         times |= interleave(
@@ -104,13 +104,13 @@ def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
 
 
 def endless(trainer: Trainer) -> Iterator[Any]:
-    """Batches of one epoch after the other."""
+    """Yield the batches of one epoch after the other."""
     for epoch in count():
         yield from trainer.data.batches(epoch, 0)
 
 
 def bare_step(config: ClassificationConfig, batch: Any) -> Any:
-    """A training step as one would write it by hand."""
+    """Return a training step without the loop."""
     trainer = Trainer(Classification(config), config)
     model, optimizer = trainer.unwrapped_model.train(), trainer.optimizer.optimizer
     images, labels, _ = batch

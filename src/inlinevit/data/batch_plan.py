@@ -1,4 +1,4 @@
-"""How the samples of a step are dealt out to processes and batches."""
+"""How the samples of a training step are split over processes and accumulated batches."""
 
 import warnings
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class StartedWith(Protocol):
-    """What a run was started with, as its checkpoints record it."""
+    """The processes and batches that a run was started with, as its checkpoints record them."""
 
     total_batch: int
     processes: int
@@ -16,20 +16,20 @@ class StartedWith(Protocol):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The share of one process in each step.
+    """What one process contributes to each step.
 
-    The samples of a step are drawn first and then dealt out. They are drawn for the processes, batches and workers that
-    the run was started with, and stay the same when it is resumed on others with the same total batch.
+    The order of the samples depends on the processes, batches and workers that the run was started with. When a run is
+    resumed on others, with the same total batch, the samples of each step stay the same and are resharded.
 
     Attributes:
-        process: This process.
-        processes: How many there are.
+        process: The index of this process.
+        processes: Number of processes.
         batch_size: Samples in a batch of one process.
         grad_accum_steps: Batches of one process in a step.
         workers: Data workers of one process.
-        drawn_processes: How many processes the order is drawn for.
-        drawn_batch_size: The batch size that the order is drawn for.
-        drawn_workers: The number of workers that the order is drawn for.
+        initial_processes: Number of processes when the run was started.
+        initial_batch_size: Batch size when the run was started.
+        initial_workers: Data workers of one process when the run was started.
     """
 
     process: int
@@ -37,9 +37,9 @@ class BatchPlan:
     batch_size: int
     grad_accum_steps: int
     workers: int
-    drawn_processes: int
-    drawn_batch_size: int
-    drawn_workers: int
+    initial_processes: int
+    initial_batch_size: int
+    initial_workers: int
 
     @property
     def total_batch(self) -> int:
@@ -50,30 +50,29 @@ class BatchPlan:
     def first(
         cls, batch_size: int, *, process: int = 0, processes: int = 1, grad_accum_steps: int = 1, workers: int = 0
     ) -> "BatchPlan":
-        """The plan of a run that starts: the order is drawn for what there is."""
+        """Return the plan of a run that starts."""
         return cls(process, processes, batch_size, grad_accum_steps, workers, processes, batch_size, workers)
 
     def resumed(self, progress: StartedWith, multiple: int) -> "BatchPlan":
-        """The plan for a run that was started on other processes: as many samples in a step, in the same order.
+        """Return the plan of a run that was started on other processes: the same samples in each step.
 
-        If the settings do not come to the same total batch as they are, processes take batches that are not larger
-        than configured, and accumulate gradients.
+        If the settings result in another total batch, processes take smaller batches, and accumulate more of them.
 
         Args:
-            progress: How far the run has come, and what its order was drawn for.
+            progress: What the run was started with.
             multiple: Batch sizes have to be multiples of this.
         """
         batch_size, grad_accum_steps = self.batch_size, self.grad_accum_steps
         if self.total_batch != progress.total_batch:
-            share, left = divmod(progress.total_batch, self.processes)
-            sizes = [size for size in range(multiple, self.batch_size + 1, multiple) if share % size == 0]
-            if left or not share or not sizes:
+            per_process, left = divmod(progress.total_batch, self.processes)
+            sizes = [size for size in range(multiple, self.batch_size + 1, multiple) if per_process % size == 0]
+            if left or not per_process or not sizes:
                 raise ValueError(
                     f"the run has {progress.total_batch} samples in a step, which {self.processes} processes with "
                     f"batches of up to {self.batch_size} (multiples of {multiple}) cannot share equally: use a number "
                     f"of processes that divides {progress.total_batch}, or another --data.batch_size"
                 )
-            batch_size, grad_accum_steps = sizes[-1], share // sizes[-1]
+            batch_size, grad_accum_steps = sizes[-1], per_process // sizes[-1]
             warnings.warn(
                 f"the run has {progress.total_batch} samples in a step: on {self.processes} processes, that is "
                 f"{grad_accum_steps} batches of {batch_size} each",

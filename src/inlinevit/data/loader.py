@@ -1,8 +1,8 @@
-"""Batches in an order that comes back, from any place in an epoch.
+"""Loaders whose batches are a function of seed, epoch and number, so that an epoch can be resumed anywhere.
 
-Two kinds of data: those with random access (`ShuffledLoader`), and streams that are read in a row (`StreamLoader`). For
-both, an order says what to read for each batch (a request), and a reader makes the batch of a request, whoever asks, in
-whatever process. So nothing needs to be remembered to go on in the middle of an epoch.
+Two kinds of data: those with random access (`ShuffledLoader`), and streams that are read sequentially (`StreamLoader`).
+For both, a sampler decides what to read for each batch (a request), and a reader makes the batch of a request in any
+process. So no state needs to be saved to resume in the middle of an epoch.
 """
 
 import atexit
@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..utils.seeding import preserve_rng_state
 from .batch_plan import BatchPlan
-from .samplers import Place, ShardedSampler
+from .samplers import SeededIndex, ShardedSampler
 from .streams import (
     Collate,
+    MapDataset,
     ReshardedStreamReader,
     ReshardedStreamSampler,
-    Samples,
     Stream,
     StreamReader,
     StreamSampler,
@@ -38,21 +38,21 @@ from .streams import (
 
 
 class TrainLoader(Protocol):
-    """What the loop trains on."""
+    """Training data, as the training loop reads them."""
 
     # Samples in a batch of one process.
     batch_size: int
 
     def __len__(self) -> int:
-        """Batches of an epoch for this process; as many for every other one."""
+        """Number of batches of an epoch for this process, the same for every process."""
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """The batches of an epoch for this process, without the first `start`; ends what was asked for before."""
+        """Yield the batches of an epoch for this process, without the first `start`; ends earlier iterations."""
 
 
 @dataclass
-class Failure:
-    """A user's mistake that a worker found, on its way to the main process."""
+class WorkerError:
+    """An error in a worker that the user can fix, on its way to the main process."""
 
     message: str
     details: str
@@ -70,14 +70,13 @@ class BatchReader(Dataset[Any]):
                 batch = self.read(request)
             return batch if get_worker_info() is None else _shared(batch)
         except (ValueError, OSError) as error:
-            return Failure(str(error), traceback.format_exc())
+            return WorkerError(str(error), traceback.format_exc())
 
 
 def _shared(batch: Any) -> Any:
-    """A batch in shared memory, on its way to the main process.
+    """Move a batch to shared memory, for the main process.
 
-    torch would move it there in a thread of the worker, whose errors nobody hears of: the main process would wait for
-    ever.
+    torch would do so in a thread of the worker, whose errors are lost: the main process would wait forever.
     """
     try:
         return recursively_apply(Tensor.share_memory_, batch)
@@ -88,8 +87,8 @@ def _shared(batch: Any) -> Any:
         ) from error
 
 
-class Requests(Sampler[Any]):
-    """What workers are asked for: whatever `current` gives when an iteration begins."""
+class RequestSampler(Sampler[Any]):
+    """Yields the requests that `current` has when an iteration begins."""
 
     def __init__(self) -> None:
         self.current: Iterator[Any] = iter(())
@@ -99,16 +98,16 @@ class Requests(Sampler[Any]):
 
 
 class BatchLoader:
-    """Has batches read by worker processes, in the order of their requests.
+    """Reads batches in worker processes, in the order of their requests.
 
     Args:
         read: From a request to a batch.
-        workers: Processes that read; 0 = this one.
+        workers: Data workers; 0 = read in this process.
         keep_workers: Whether they wait for the next call of `load`, or end with this one.
     """
 
     def __init__(self, read: Callable[[Any], Any], *, workers: int, keep_workers: bool) -> None:
-        self.requests = Requests()
+        self.requests = RequestSampler()
         self.calls = 0
         self.loader = DataLoader(
             BatchReader(read),
@@ -119,23 +118,23 @@ class BatchLoader:
             worker_init_fn=partial(_outlive_signals, _process_is_ending()),
             persistent_workers=keep_workers and workers > 0,
             pin_memory=torch.cuda.is_available(),
-            # Seeds workers, which is of no use here; without its own, it would draw from the common generator.
+            # Seeds workers, which is not needed here; without its own, it would use the common generator.
             generator=torch.Generator(),
         )
 
     def load(self, requests: Iterator[Any]) -> Iterator[Any]:
-        """The batches of these requests. Workers begin at once; an earlier call, if unfinished, is at its end."""
+        """Yield the batches of these requests. Workers begin at once; an earlier iteration ends."""
         self.requests.current = requests
         self.calls += 1
         return self._deliver(iter(self.loader), self.calls)
 
     def _deliver(self, batches: Iterator[Any], call: int) -> Iterator[Any]:
-        # With kept workers, every call gets the same iterator, so an earlier one must not draw from it.
+        # With kept workers, every call gets the same iterator, so an earlier one must not use it.
         while call == self.calls:
             batch = next(batches, None)
             if batch is None:
                 return
-            if isinstance(batch, Failure):
+            if isinstance(batch, WorkerError):
                 raise ValueError(batch.message) from RuntimeError(batch.details)
             yield batch
 
@@ -146,17 +145,17 @@ def _as_it_is(batch: Any) -> Any:
 
 @cache
 def _process_is_ending() -> Event:
-    """Is set when this process comes to its end."""
+    """An event that is set when this process ends."""
     event = multiprocessing.Event()
-    # Registered after multiprocessing's own: it comes before the workers are told to end, and waited for.
+    # Registered after multiprocessing's own, so it runs before the workers are ended and waited for.
     atexit.register(event.set)
     return event
 
 
 def _outlive_signals(main_is_ending: Event, worker: int) -> None:
-    """Let a worker read on through Ctrl-C and SIGTERM, which reach all processes of a group or a cluster's job.
+    """Let a worker continue on Ctrl-C and SIGTERM, which reach all processes of a group or a cluster's job.
 
-    The main process decides what is still needed, and tells its workers when to end.
+    The main process decides what is still needed, and ends its workers.
     """
 
     def end_with_main(number: int, frame: FrameType | None) -> None:
@@ -169,45 +168,45 @@ def _outlive_signals(main_is_ending: Event, worker: int) -> None:
 
 @dataclass(frozen=True)
 class IndexReader:
-    """Makes a batch of the samples at some places, each drawn with its seed."""
+    """Reads a batch of samples by their indices, each augmented with its seed."""
 
-    samples: Samples
+    dataset: MapDataset
     collate: Collate
 
-    def __call__(self, places: list[Place]) -> Any:
-        """The batch of these places."""
-        return self.collate(load_samples(self.samples, places))
+    def __call__(self, indices: list[SeededIndex]) -> Any:
+        """Return the batch of these samples."""
+        return self.collate(load_samples(self.dataset, indices))
 
 
 class ShuffledLoader:
     """Training data with random access.
 
     Args:
-        samples: The data set.
-        order: Which samples, in which order.
-        workers: Processes that read samples; 0 = this one.
+        dataset: The data set.
+        sampler: The samples of each batch.
+        workers: Data workers; 0 = read in this process.
         collate: From samples to a batch.
     """
 
-    def __init__(self, samples: Samples, order: ShardedSampler, *, workers: int, collate: Collate) -> None:
-        self.batch_size = order.batch_size
-        self.order = order
-        self.loader = BatchLoader(IndexReader(samples, collate), workers=workers, keep_workers=True)
+    def __init__(self, dataset: MapDataset, sampler: ShardedSampler, *, workers: int, collate: Collate) -> None:
+        self.batch_size = sampler.batch_size
+        self.sampler = sampler
+        self.loader = BatchLoader(IndexReader(dataset, collate), workers=workers, keep_workers=True)
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.sampler)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
         """See TrainLoader.batches."""
-        return self.loader.load(self.order.requests(epoch, start))
+        return self.loader.load(self.sampler.requests(epoch, start))
 
 
 class StreamLoader:
-    """Training data that are read in a row.
+    """Training data that are read sequentially.
 
     Args:
         stream: The data.
-        plan: Which share of each batch, and what the order is drawn for.
+        plan: How the samples of a step are split over processes.
         seed: The run's seed.
         repeats: See StreamSampler.
         collate: From samples to a batch.
@@ -218,46 +217,46 @@ class StreamLoader:
         self, stream: Stream, plan: BatchPlan, *, seed: int, repeats: int, collate: Collate, window: int = 2048
     ) -> None:
         self.batch_size = plan.batch_size
-        orders = [
+        samplers = [
             StreamSampler(
                 stream.lengths,
-                plan.drawn_batch_size,
+                plan.initial_batch_size,
                 seed=seed,
                 process=process,
-                processes=plan.drawn_processes,
-                workers=plan.drawn_workers,
+                processes=plan.initial_processes,
+                workers=plan.initial_workers,
                 repeats=repeats,
                 window=window,
             )
-            for process in range(plan.drawn_processes)
+            for process in range(plan.initial_processes)
         ]
-        self.order = ReshardedStreamSampler(orders, plan.batch_size, process=plan.process, processes=plan.processes)
-        reader = ReshardedStreamReader(stream, self.order, collate)
+        self.sampler = ReshardedStreamSampler(samplers, plan.batch_size, process=plan.process, processes=plan.processes)
+        reader = ReshardedStreamReader(stream, self.sampler, collate)
         self.loader = BatchLoader(reader, workers=plan.workers, keep_workers=True)
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.sampler)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
         """See TrainLoader.batches."""
-        return self.loader.load(self.order.requests(epoch, start))
+        return self.loader.load(self.sampler.requests(epoch, start))
 
 
 class EvalLoader:
-    """Every sample once, over all processes; a process may have more batches than another, and a smaller last one.
+    """Reads every sample once, over all processes; they may have different numbers of batches, and smaller last ones.
 
     Args:
-        samples: The data set, or a stream.
+        dataset: The data set, or a stream.
         batch_size: Samples in a batch.
-        workers: Processes that read samples; 0 = this one.
+        workers: Data workers; 0 = read in this process.
         collate: From samples to a batch.
-        process: This process.
-        processes: How many there are.
+        process: The index of this process.
+        processes: Number of processes.
     """
 
     def __init__(
         self,
-        samples: Samples | Stream,
+        dataset: MapDataset | Stream,
         batch_size: int,
         *,
         workers: int,
@@ -267,9 +266,9 @@ class EvalLoader:
     ) -> None:
         self.requests: list[Any]
         read: Callable[[Any], Any]
-        if isinstance(samples, Stream):
-            order = StreamSampler(
-                samples.lengths,
+        if isinstance(dataset, Stream):
+            sampler = StreamSampler(
+                dataset.lengths,
                 batch_size,
                 seed=None,
                 process=process,
@@ -277,11 +276,11 @@ class EvalLoader:
                 workers=workers,
                 window=batch_size,
             )
-            self.requests, read = list(order.requests(0, 0)), StreamReader(samples, order, collate)
+            self.requests, read = list(sampler.requests(0, 0)), StreamReader(dataset, sampler, collate)
         else:
-            places = [(index, 0) for index in range(process, len(samples), processes)]
-            self.requests = [places[first : first + batch_size] for first in range(0, len(places), batch_size)]
-            read = IndexReader(samples, collate)
+            indices = [(index, 0) for index in range(process, len(dataset), processes)]
+            self.requests = [indices[first : first + batch_size] for first in range(0, len(indices), batch_size)]
+            read = IndexReader(dataset, collate)
         self.loader = BatchLoader(read, workers=workers, keep_workers=False)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Which samples a batch has: orders that follow from the seed and the epoch alone."""
+"""Samplers: which samples a batch has, as a function of the seed and the epoch alone."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,26 +7,25 @@ from torch import Tensor
 
 from ..utils.seeding import SEEDS, derive_seed
 
-# A sample's index, and the seed that it is augmented with.
-Place = tuple[int, int]
+# The index of a sample, and the seed that it is augmented with.
+SeededIndex = tuple[int, int]
 
 
 def shuffle_indices(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A random order of samples.
+    """Shuffle the indices of samples.
 
     Args:
-        count: How many samples there are, and how many are drawn.
-        repeats: How often each of those drawn comes in a row.
-        seed: Decides the order and the samples' seeds.
+        count: Number of samples, and of indices to return.
+        repeats: How often each index comes in succession; only the first count / repeats of the shuffled ones come.
+        seed: Determines the indices and the seeds of the samples.
 
     Returns:
-        The samples' indices, (count,), and a seed for each, (count,).
+        The indices of samples, (count,), and a seed for each, (count,).
     """
     generator = torch.Generator().manual_seed(seed)
-    # Of those that are drawn, only the first come: more would be repeated for nothing.
-    drawn = torch.randperm(count, generator=generator)[: -(-count // repeats)]
-    order = drawn.repeat_interleave(min(repeats, count))[:count]
-    return order, torch.randint(SEEDS, (count,), generator=generator)
+    shuffled = torch.randperm(count, generator=generator)[: -(-count // repeats)]
+    indices = shuffled.repeat_interleave(min(repeats, count))[:count]
+    return indices, torch.randint(SEEDS, (count,), generator=generator)
 
 
 def check_one_batch(batches: int, samples: int, batch_size: int, processes: int) -> None:
@@ -34,9 +33,9 @@ def check_one_batch(batches: int, samples: int, batch_size: int, processes: int)
 
     Args:
         batches: Batches of an epoch.
-        samples: Samples that there are.
+        samples: Number of samples.
         batch_size: Samples in a batch of one process.
-        processes: How many there are.
+        processes: Number of processes.
     """
     if batches == 0:
         raise ValueError(
@@ -46,19 +45,20 @@ def check_one_batch(batches: int, samples: int, batch_size: int, processes: int)
 
 
 class ShardedSampler:
-    """Which samples each process sees, in which order, and the seed of each.
+    """Splits the shuffled samples of an epoch over the processes, with a seed for each sample.
 
-    A total batch is drawn first and then dealt out, so that its samples do not depend on the number of processes. The
-    last samples of an epoch that do not fill a batch are left out.
+    All processes shuffle alike and take their part of each total batch, so its samples do not depend on the number of
+    processes. The last samples of an epoch that do not fill a total batch are left out.
 
     Args:
         length: Samples of the data set.
         batch_size: Samples in a batch of one process.
         seed: The run's seed.
-        process: This process.
-        processes: How many there are.
-        repeats: How often a sample comes in a row, each time augmented anew; an epoch has as many samples as without.
-        drawn_batch: Samples of all processes that are drawn together; None = those of a batch of each process.
+        process: The index of this process.
+        processes: Number of processes.
+        repeats: How often a sample comes in succession, each time with another seed; an epoch has as many samples as
+            without.
+        total_batch: Samples of a step, over all processes; None = those of one batch of each process.
     """
 
     def __init__(
@@ -70,42 +70,42 @@ class ShardedSampler:
         process: int = 0,
         processes: int = 1,
         repeats: int = 1,
-        drawn_batch: int | None = None,
+        total_batch: int | None = None,
     ) -> None:
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.process, self.processes, self.repeats = process, processes, repeats
-        self.drawn_batch = batch_size * processes if drawn_batch is None else drawn_batch
+        self.total_batch = batch_size * processes if total_batch is None else total_batch
 
     def __len__(self) -> int:
-        return self.length // self.drawn_batch * self.drawn_batch // (self.batch_size * self.processes)
+        return self.length // self.total_batch * self.total_batch // (self.batch_size * self.processes)
 
-    def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The samples of all processes in the order of an epoch, total batch after total batch, and their seeds."""
+    def shuffle(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return the indices of all processes for an epoch, one total batch after another, and their seeds."""
         return shuffle_indices(self.length, self.repeats, derive_seed(self.seed, epoch))
 
-    def requests(self, epoch: int, start: int) -> Iterator[list[Place]]:
-        """The places of each batch of an epoch, without the first `start` batches."""
-        order, seeds = self.draw(epoch)
+    def requests(self, epoch: int, start: int) -> Iterator[list[SeededIndex]]:
+        """Yield the indices and seeds of each batch of an epoch, without the first `start` batches."""
+        indices, seeds = self.shuffle(epoch)
         for batch in range(start, len(self)):
             first = (batch * self.processes + self.process) * self.batch_size
             chosen = slice(first, first + self.batch_size)
-            yield list(zip(order[chosen].tolist(), seeds[chosen].tolist(), strict=True))
+            yield list(zip(indices[chosen].tolist(), seeds[chosen].tolist(), strict=True))
 
 
 class GroupedSampler(ShardedSampler):
-    """A sharded order in which the samples of a total batch are of one group, such as images that lie or stand.
+    """A ShardedSampler whose total batches have samples of one group each, such as landscape or portrait images.
 
-    What is left of the groups, less than a total batch of each, makes mixed batches. So there are as many batches as
-    without groups. Pure and mixed ones come in any order.
+    What remains of the groups, less than a total batch of each, makes mixed batches, so there are as many batches as
+    without groups. Pure and mixed batches are shuffled.
 
     Args:
         groups: The group of each sample, by its index.
         batch_size: Samples in a batch of one process.
         seed: The run's seed.
-        process: This process.
-        processes: How many there are.
+        process: The index of this process.
+        processes: Number of processes.
         repeats: As for ShardedSampler.
-        drawn_batch: As for ShardedSampler; the samples that are drawn together are of one group.
+        total_batch: As for ShardedSampler.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class GroupedSampler(ShardedSampler):
         process: int = 0,
         processes: int = 1,
         repeats: int = 1,
-        drawn_batch: int | None = None,
+        total_batch: int | None = None,
     ) -> None:
         super().__init__(
             len(groups),
@@ -126,23 +126,23 @@ class GroupedSampler(ShardedSampler):
             process=process,
             processes=processes,
             repeats=repeats,
-            drawn_batch=drawn_batch,
+            total_batch=total_batch,
         )
         self.groups = torch.tensor(groups)
 
-    def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """See ShardedSampler.draw."""
-        order, seeds = super().draw(epoch)
-        total = self.drawn_batch
-        drawn = self.groups[order]
-        pure, left = [], []
+    def shuffle(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """See ShardedSampler.shuffle."""
+        indices, seeds = super().shuffle(epoch)
+        total = self.total_batch
+        groups = self.groups[indices]
+        pure, remaining = [], []
         for group in self.groups.unique():
-            members = (drawn == group).nonzero().flatten()
+            members = (groups == group).nonzero().flatten()
             filled = len(members) // total * total
             pure.append(members[:filled])
-            left.append(members[filled:])
-        # Sorted, what is left comes as it was drawn, so the last of it, which fills no batch, is of any group.
-        batches = torch.cat([*pure, torch.cat(left).sort().values])[: self.length // total * total].view(-1, total)
-        turns, _ = shuffle_indices(len(batches), 1, derive_seed(self.seed, epoch, 1))
-        places = batches[turns].flatten()
-        return order[places], seeds[places]
+            remaining.append(members[filled:])
+        # Sorted, the remaining ones are as shuffled, so the last of them, which fill no batch, are of any group.
+        batches = torch.cat([*pure, torch.cat(remaining).sort().values])[: self.length // total * total].view(-1, total)
+        batch_order, _ = shuffle_indices(len(batches), 1, derive_seed(self.seed, epoch, 1))
+        positions = batches[batch_order].flatten()
+        return indices[positions], seeds[positions]

@@ -1,4 +1,4 @@
-"""Checkpoints that a kill cannot spoil: written aside, renamed when complete, verified when read.
+"""Checkpoints that survive a kill: written under another name, renamed when complete, verified when read.
 
 A checkpoint is a folder of safetensors and JSON files. Its manifest has the size and the hash of each of them. Nothing
 in it is a pickle, so reading one runs no code. What is read is checked for names, types, ranges and shapes as well,
@@ -28,7 +28,7 @@ PROGRESS = "progress.json"
 EVALUATION = "evaluation.json"
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
-# What an evaluation adds to a run's progress.
+# Fields of a run's progress that an evaluation sets.
 EVALUATION_FIELDS = ("evaluated_step", "metrics", "best", "best_step")
 # The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
 TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
@@ -45,15 +45,15 @@ class Progress:
 
     Attributes:
         step: Steps that are done.
-        evaluated_step: When the last evaluation was.
-        metrics: What it gave.
+        evaluated_step: The step of the last evaluation.
+        metrics: Its metrics.
         best: The best value of the task's metric so far.
-        best_step: When it was reached.
+        best_step: Its step.
         loss_sum: Sum of the losses since the last line of metrics.jsonl.
-        loss_count: How many they are.
-        total_batch: Samples that a step sees.
+        loss_count: Number of these losses.
+        total_batch: Samples in a step.
         steps_per_epoch: Steps of an epoch.
-        processes: How many processes the order of the samples was drawn for.
+        processes: Number of processes when the run was started.
         batch_size: Samples in a batch of each of them.
         workers: Data workers of each of them.
     """
@@ -74,7 +74,7 @@ class Progress:
 
 @dataclass
 class FileEntry:
-    """What a manifest says of a file.
+    """The entry of a file in a manifest.
 
     Attributes:
         bytes: Its size.
@@ -90,24 +90,24 @@ class CheckpointFolder:
 
     Args:
         folder: Where they are.
-        keep: How many of the last ones to keep.
+        keep: Number of the last ones to keep.
     """
 
     def __init__(self, folder: Path, keep: int = 1) -> None:
         self.folder = folder
         self.keep = keep
-        # Checkpoints that the next one makes obsolete, however new they are.
+        # Checkpoints to remove with the next one, although they are of later steps.
         self.abandoned: list[Path] = []
 
     def resume_from(self, progress: Progress) -> None:
-        """Take up a run: checkpoints after its progress are damaged, or the run takes another course from here."""
+        """Continue a run: checkpoints of later steps are damaged, or the run differs from here on."""
         self.clean()
         self.abandoned = [path for path in self.paths() if path.name > f"step-{progress.step:08d}"]
-        # The run may have been killed between a checkpoint and its mark.
+        # The run may have been killed before it marked the best checkpoint.
         self.mark_best(progress)
 
     def prepare(self, step: int) -> Path:
-        """The empty folder in which the files of a checkpoint are written before it is committed."""
+        """Make the empty folder in which the files of a checkpoint are written before it is committed."""
         aside = self.folder / f"{UNFINISHED}step-{step:08d}"
         with disk_full_errors(aside):
             self.clean()
@@ -117,7 +117,7 @@ class CheckpointFolder:
     def commit(
         self, progress: Progress, files: Mapping[str, bytes], written: Mapping[str, FileEntry] | None = None
     ) -> Path:
-        """Complete a checkpoint that was prepared, then remove those that are not to be kept.
+        """Complete a checkpoint that was prepared, then remove old ones.
 
         Args:
             progress: How far the run has come.
@@ -137,7 +137,7 @@ class CheckpointFolder:
                 for name, content in contents.items():
                     write_bytes(aside / name, content)
                 fsync_dir(aside)
-                # A folder of that name is damaged, or of a run that took another course.
+                # A folder of that name is damaged, or was abandoned.
                 shutil.rmtree(path, ignore_errors=True)
                 os.rename(aside, path)
                 fsync_dir(self.folder)
@@ -152,17 +152,17 @@ class CheckpointFolder:
         self.prepare(progress.step)
         return self.commit(progress, files)
 
-    def note_evaluation(self, progress: Progress) -> None:
+    def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""
         path = self.folder / f"step-{progress.step:08d}"
         if not path.is_dir():
-            # The run resumes from a checkpoint that is elsewhere.
+            # The run resumes from a checkpoint in another folder.
             return
         content = asdict(progress)
         result = json.dumps({name: content[name] for name in EVALUATION_FIELDS}).encode()
         entries = {name: entry for name, entry in read_manifest(path).items() if name != EVALUATION}
         with disk_full_errors(path):
-            # A kill in between leaves an evaluation that the manifest does not know: it will be repeated.
+            # A kill in between leaves an evaluation that is not in the manifest: it will be repeated.
             atomic_write_json(path / MANIFEST, manifest_of(entries))
             write_bytes(path / EVALUATION, result)
             atomic_write_json(path / MANIFEST, manifest_of({**entries, EVALUATION: entry_of(result)}))
@@ -180,7 +180,7 @@ class CheckpointFolder:
         os.replace(link, self.best)
 
     def _prune(self, newest: Path) -> None:
-        """Remove what is not to be kept, now that `newest` is written."""
+        """Remove old checkpoints, now that `newest` is written."""
         for path in self.abandoned:
             if path != newest:
                 shutil.rmtree(path, ignore_errors=True)
@@ -194,17 +194,17 @@ class CheckpointFolder:
 
     @property
     def best(self) -> Path:
-        """The checkpoint with the best evaluation."""
+        """The link to the checkpoint with the best evaluation."""
         return self.folder / "best"
 
     def paths(self) -> list[Path]:
-        """The checkpoints by step, newest first."""
+        """Return the checkpoints by step, newest first."""
         return sorted(
             (path for path in self.folder.glob("step-*") if CHECKPOINT_NAME.fullmatch(path.name)), reverse=True
         )
 
     def clean(self) -> None:
-        """Remove what killed runs have left unfinished."""
+        """Remove unfinished checkpoints of killed runs."""
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
             if leftover.is_symlink():
                 leftover.unlink()
@@ -212,7 +212,7 @@ class CheckpointFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def newest_good(self) -> Path | None:
-        """The newest checkpoint that is complete; damaged ones are skipped with a warning.
+        """Return the newest checkpoint that is complete; damaged ones are skipped with a warning.
 
         Returns:
             Its folder; None if there is no checkpoint at all.
@@ -222,7 +222,7 @@ class CheckpointFolder:
         """
         problems: dict[Path, str] = {}
         for path in self.paths():
-            problem = damage(path)
+            problem = find_damage(path)
             if problem is None:
                 for damaged, reason in problems.items():
                     warnings.warn(f"checkpoint {damaged} is skipped, because it is damaged: {reason}", stacklevel=2)
@@ -241,31 +241,31 @@ class CheckpointFolder:
 
 
 def entry_of(content: bytes) -> FileEntry:
-    """What a manifest says of a file with this content."""
+    """Return the entry of a file with this content."""
     return FileEntry(len(content), hashlib.sha256(content).hexdigest())
 
 
 def sha256_of(stream: BinaryIO) -> str:
-    """The hash of an open file."""
+    """Return the hash of an open file."""
     # typeshed asks for more than file_digest needs.
     return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
 
 
 def manifest_of(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """A manifest as JSON."""
+    """Return a manifest as JSON."""
     return {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
 
 
 def manifest_bytes(entries: Mapping[str, FileEntry]) -> bytes:
-    """A manifest as the content of its file."""
+    """Return a manifest as the content of its file."""
     return json.dumps(manifest_of(entries)).encode()
 
 
 def read_manifest(path: Path) -> dict[str, FileEntry]:
-    """The files of a checkpoint, by name.
+    """Return the entries of a checkpoint's files, by name.
 
     Raises:
-        ValueError: There is no manifest, or it is not as we write them.
+        ValueError: There is no manifest, or it is not valid.
     """
     content = _read_json(path / MANIFEST)
     problem = ValueError(f"{MANIFEST} has changed since it was written")
@@ -286,15 +286,15 @@ def read_manifest(path: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint; None if its files are just as they were written."""
+def find_damage(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint; None if its files are as they were written."""
     try:
         entries = read_manifest(path)
         for file in path.iterdir():
             if file.suffix == ".safetensors" and file.name not in entries:
                 return f"{file.name} is not in {MANIFEST}"
         for name, entry in entries.items():
-            if problem := _file_damage(path / name, entry):
+            if problem := _find_file_damage(path / name, entry):
                 return problem
         read_progress(path)
     except ValueError as error:
@@ -304,8 +304,8 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def _file_damage(file: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a file; None if it is just as it was written."""
+def _find_file_damage(file: Path, entry: FileEntry) -> str | None:
+    """Return what is wrong with a file; None if it is as it was written."""
     try:
         with open_regular(file) as stream:
             if os.fstat(stream.fileno()).st_size == entry.bytes and sha256_of(stream) == entry.sha256:
@@ -320,19 +320,19 @@ def _file_damage(file: Path, entry: FileEntry) -> str | None:
 
 
 def undamaged_weights(path: Path) -> Path | None:
-    """The file with the weights of a damaged checkpoint, if that file itself is as it was written."""
+    """Return the weights file of a damaged checkpoint, if that file itself is not damaged."""
     try:
         entries = read_manifest(path)
     except (ValueError, OSError):
         return None
     for name in ("ema.safetensors", "model.safetensors"):
-        if name in entries and _file_damage(path / name, entries[name]) is None:
+        if name in entries and _find_file_damage(path / name, entries[name]) is None:
             return path / name
     return None
 
 
 def read_progress(path: Path) -> Progress:
-    """How far the run had come at this checkpoint.
+    """Read the progress of the run at a checkpoint.
 
     Raises:
         ValueError: The file is not valid.
@@ -342,7 +342,7 @@ def read_progress(path: Path) -> Progress:
     if CHECKPOINT_NAME.fullmatch(name) and int(name.removeprefix("step-")) != progress.step:
         raise ValueError(f"{PROGRESS} is of step {progress.step}, but its folder is {name}")
     if EVALUATION not in read_manifest(path):
-        # The run ended before or during the evaluation, which will be made up for.
+        # The run ended before or during the evaluation, which will be repeated.
         return progress
     content = _read_json(path / EVALUATION)
     if not isinstance(content, dict) or content.keys() != set(EVALUATION_FIELDS):
@@ -351,10 +351,10 @@ def read_progress(path: Path) -> Progress:
 
 
 def _checked_progress(content: Any, name: str) -> Progress:
-    """The content of a file as a Progress, if every field is what it should be.
+    """Return the content of a file as a Progress, if every field is valid.
 
     Args:
-        content: What was read.
+        content: The parsed content.
         name: The file, for messages.
     """
     expected = asdict(Progress())
@@ -393,7 +393,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_json(file: Path) -> Any:
-    """The content of a JSON file.
+    """Read a JSON file.
 
     Raises:
         ValueError: It is missing, not a regular file, or not valid.
@@ -409,12 +409,12 @@ def _read_json(file: Path) -> Any:
 
 
 def pack_weights(weights: Mapping[str, Tensor]) -> bytes:
-    """Weights as the content of a safetensors file."""
+    """Return weights as the content of a safetensors file."""
     return safetensors.torch.save(dict(weights))
 
 
 def read_weights(path: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint.
+    """Read the tensors of one file of a checkpoint.
 
     Args:
         path: The checkpoint.
@@ -434,7 +434,7 @@ def read_weights(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def pack_state(state: Any) -> dict[str, bytes]:
-    """State of an optimizer and whatever else a run needs, as files: its tensors, and the rest as JSON.
+    """Return the state of an optimizer, and of whatever else a run needs, as files: its tensors, and the rest as JSON.
 
     Args:
         state: Dictionaries, lists and tuples of tensors, numbers, strings, booleans and None.
@@ -445,7 +445,7 @@ def pack_state(state: Any) -> dict[str, bytes]:
 
 
 def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON, in which tensors are {"tensor": NAME}; they are added to `tensors`."""
+    """Return a value as JSON, in which tensors are {"tensor": NAME}; they are added to `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}
@@ -454,14 +454,14 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         pairs = [[key, _to_json(item, f"{name}.{key}" if name else str(key), tensors)] for key, item in value.items()]
         return {"dict": pairs}
     if isinstance(value, list | tuple):
-        return [_to_json(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
+        return [_to_json(item, f"{name}.{number}", tensors) for number, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{name} is of {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def read_state(path: Path) -> Any:
-    """What pack_state has written, with lists for tuples.
+    """Read what pack_state has written, with lists for tuples.
 
     Raises:
         ValueError: A file is not valid, or the two do not fit together.
@@ -483,7 +483,7 @@ def read_state(path: Path) -> Any:
 
 
 def _from_json(tree: Any, tensors: dict[str, Tensor], used: set[str]) -> Any:
-    """The value that _to_json has made this of; names of tensors that it takes are added to `used`."""
+    """Return the value that _to_json has converted; names of its tensors are added to `used`."""
     if isinstance(tree, list):
         return [_from_json(item, tensors, used) for item in tree]
     if not isinstance(tree, dict):
@@ -506,11 +506,11 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a folder, so that a run can start over in its place and nothing is lost.
+def archive_folder(folder: Path) -> Path:
+    """Rename a folder to NAME.1, NAME.2, …, so that a run can start over and nothing is lost.
 
     Returns:
-        Its new name.
+        Its new path.
     """
     numbers = (number for number in range(1, 10_000) if not os.path.lexists(f"{folder}.{number}"))
     target = folder.with_name(f"{folder.name}.{next(numbers)}")

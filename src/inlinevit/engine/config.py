@@ -1,7 +1,7 @@
-"""What a training run can be told, whatever its task. The command line and the recipes are these classes."""
+"""Configuration of a training run, whatever its task. Recipes and options on the command line are these classes."""
 
-import types
 import typing
+from argparse import ArgumentError
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from math import inf
 from pathlib import Path
@@ -60,18 +60,18 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """How long to train, and how the learning rate goes. Lengths are in epochs, or in steps if `steps` is given."""
+    """Length of the training and schedule of the learning rate, in epochs, or in steps if `steps` is given."""
 
     name: str = "cosine"
     """Any of timm's schedules that are functions of the step: cosine, tanh, poly, step, multistep."""
     epochs: int = 300
     """Length of the schedule, without cool-down."""
     steps: int | None = None
-    """Train for so many steps instead of epochs; every other length here, and run.eval_every, then counts steps."""
+    """Train for this many steps instead of epochs; every other length here, and run.eval_every, then counts steps."""
     warmup: float = 20
-    """The learning rate rises so long."""
+    """Length of the warm-up, in which the learning rate rises."""
     cooldown: int = 0
-    """Time at the end with the lowest learning rate."""
+    """Length of the end with the lowest learning rate."""
     min_lr: float = 5e-6
     """Learning rate at the end; it grows with the total batch as the learning rate does."""
     warmup_lr: float = 5e-7
@@ -101,53 +101,54 @@ class ScheduleConfig:
         for name in ("cooldown", "min_lr", "warmup_lr"):
             value = vars(self)[name]
             require(0 <= value < inf, f"schedule.{name} is {value}: it should be finite and not negative")
-        require(all(place > 0 for place in self.milestones), "schedule.milestones should hold numbers above 0")
+        require(all(milestone > 0 for milestone in self.milestones), "schedule.milestones should hold numbers above 0")
         require(self.decay_rate > 0, f"schedule.decay_rate is {self.decay_rate}: it should be above 0")
 
 
 @dataclass
 class RunConfig:
-    """Where a run leaves its results, and how it uses the machine."""
+    """Where a run writes its results, and how it uses the machine."""
 
     output: str = "runs/latest"
     """Folder of the results: config.yaml, metrics.jsonl, checkpoints, model.safetensors."""
     seed: int = 0
-    """Decides initial weights, order of the data and augmentation."""
+    """Determines initial weights, shuffling of the data and augmentation."""
     resume: str = "auto"
-    """"auto" goes on from the newest good checkpoint in `output`, if there is one; "never" begins anew; or the folder
+    """"auto" resumes from the newest good checkpoint in `output`, if there is one; "never" starts over; or the folder
     of a checkpoint: checkpoints of later steps in `output` are then replaced."""
     checkpoint_minutes: float = 10.0
     """Minutes between checkpoints; there is always one at an evaluation and, unless the schedule counts steps, at the
-    end of an epoch."""
+    end of an epoch. Several processes look at the clock every log_every steps."""
     checkpoint_steps: int | None = None
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
-    """How many of the last checkpoints to keep, beside the best."""
+    """Number of the last checkpoints to keep, besides the best."""
     eval_every: int | None = None
     """Epochs (or steps, if the schedule counts steps) between evaluations; null = after each epoch."""
     precision: Literal["no", "bf16", "fp16"] = "no"
-    """Half precision for what can bear it."""
+    """Mixed precision: no, bf16 or fp16."""
     grad_accum_steps: int = 1
-    """Batches whose gradients are added up before a step."""
+    """Batches whose gradients are accumulated for a step."""
     compile: bool = False
     """Compile the model with torch.compile."""
     grad_checkpointing: bool = False
-    """Compute activations twice instead of keeping them: slower, but needs less memory."""
+    """Recompute activations in the backward pass instead of keeping them: slower, but needs less memory."""
     ema_decay: float | None = None
-    """Also keep weights averaged with this decay a step, and evaluate and export those."""
+    """Also keep an exponential moving average of the weights with this decay per step, and evaluate and export it."""
     ema_batch_size: int = 0
     """The total batch that ema_decay is given for: the decay used is its power (total batch / ema_batch_size); 0 = it
     is used as it is."""
     deterministic: bool = False
     """On a GPU, choose algorithms that give the same bits each time, at some cost; a CPU does so anyway."""
     sync_batch_norm: bool = False
-    """Have batch norms see the images of all processes: for models that have some, and few images a process."""
+    """Compute batch norms over the images of all processes: for models that have some, and few images per process."""
     fsdp: bool = False
     """Shard parameters, gradients and optimizer states over the processes."""
     trackers: list[str] = field(default_factory=list)
-    """Any of accelerate's: tensorboard, wandb, ...."""
+    """Trackers of accelerate: tensorboard, wandb, ...."""
     log_every: int = 50
-    """Steps between lines in metrics.jsonl."""
+    """Steps between lines in metrics.jsonl. Losses are read from the GPU this often, and so NaN is noticed; 1 stops
+    before the weights change, but waits for the GPU in every step."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -186,9 +187,9 @@ class SplitDataConfig:
     eval_split: str
     """The split to evaluate on."""
     max_train_samples: int | None = None
-    """Train on so many images, the first of the split; null = all."""
+    """Train on this many images, the first of the split; null = all."""
     max_eval_samples: int | None = None
-    """Evaluate on so many images, the first of the split; null = all."""
+    """Evaluate on this many images, the first of the split; null = all."""
     batch_size: int = 2
     """Images in a batch of one process. Evaluation takes one image at a time."""
     workers: int = 2
@@ -315,14 +316,14 @@ class DrawingPredictOptions(PredictOptions):
 
 @dataclass
 class TrainConfig:
-    """What the loop needs to know. A task adds its data and its model."""
+    """Configuration of the training loop. A task adds its data and its model."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
-# What may change when a run is resumed, because the finished weights do not depend on it.
+# Settings that may change when a run is resumed, because the final weights do not depend on them.
 FREE_ON_RESUME = (
     "data.path",
     "data.eval_path",
@@ -342,15 +343,15 @@ FREE_ON_RESUME = (
     "run.trackers",
 )
 
-# Defaults that older versions have written into config.yaml, which are null today.
+# Defaults that older versions wrote into config.yaml, which are null today.
 FORMER_DEFAULTS = {"data.train_split": "train", "data.eval_split": "validation"}
 
-# What may change if it comes to the same total batch.
+# Settings that may change if the total batch stays the same.
 BATCH_SETTINGS = ("data.batch_size", "run.grad_accum_steps")
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A configuration as dicts, lists, numbers and words, for YAML and JSON."""
+    """Return a configuration as dicts, lists, numbers and strings, for YAML and JSON."""
     return asdict(config, dict_factory=lambda pairs: {name: _plain(value) for name, value in pairs})
 
 
@@ -358,12 +359,33 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def from_plain(kind: type[AnyConfig], values: Any) -> AnyConfig:
-    """A dataclass out of plain dictionaries and lists, as they come out of a file.
+def config_from_dict(kind: type[AnyConfig], values: Any) -> AnyConfig:
+    """Return a configuration with these values, parsed as recipes and options are.
 
     Args:
-        kind: The dataclass; its fields may be dataclasses themselves, and tuples.
-        values: Its fields by name; those that are missing keep their defaults.
+        kind: Its dataclass; fields may be dataclasses themselves.
+        values: Its fields by name, as they come out of a file; those that are missing keep their defaults.
+
+    Raises:
+        ValueError: A field is unknown, or its value is not valid; the message is one sentence without the file.
+    """
+    # Here, because most commands that import this module parse no file.
+    from jsonargparse import ArgumentParser
+
+    _require_sections(kind, values)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind)
+    try:
+        parsed = parser.instantiate(parser.parse_object(values))
+    except ArgumentError as error:
+        raise ValueError(" ".join(str(error).split())[:300]) from error
+    return kind(**vars(parsed))
+
+
+def _require_sections(kind: Any, values: Any) -> None:
+    """Refuse unknown fields, and other values than dicts for dataclasses.
+
+    jsonargparse would pass over a name with an empty dict, and open a file where text stands for a dataclass.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected the fields of {kind.__name__}, but found {values!r:.100}")
@@ -371,19 +393,13 @@ def from_plain(kind: type[AnyConfig], values: Any) -> AnyConfig:
     unknown = [name for name in values if name not in hints]
     if unknown:
         raise ValueError(f"{kind.__name__} has no {', '.join(map(str, unknown))}")
-    return kind(**{name: _convert(hints[name], value) for name, value in values.items()})
-
-
-def _convert(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint) and isinstance(hint, type):
-        return from_plain(hint, value)
-    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    is_tuple = any(typing.get_origin(alternative) is tuple for alternative in alternatives)
-    return tuple(value) if is_tuple and isinstance(value, list) else value
+    for name, value in values.items():
+        if is_dataclass(hints[name]):
+            _require_sections(hints[name], value)
 
 
 def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A plain configuration as a single dict: {"run.seed": 0, …}."""
+    """Return a plain configuration as a single dict: {"run.seed": 0, …}."""
     flat: dict[str, Any] = {}
     for name, value in plain.items():
         flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -391,15 +407,15 @@ def flattened(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_plain(file: Path) -> dict[str, Any]:
-    """The plain configuration that a run has left."""
+    """Read the plain configuration of a run."""
     try:
         plain = read_yaml(file)
     except (OSError, ValueError):
         plain = None
     if not isinstance(plain, dict):
         raise ValueError(
-            f"{file} does not tell the settings of the checkpoints beside it: restore it, name one of them with "
-            "--run.resume, or begin anew with --run.resume never"
+            f"{file} does not have the settings of the checkpoints beside it: restore it, name one of them with "
+            "--run.resume, or start over with --run.resume never"
         )
     return plain
 
@@ -410,7 +426,7 @@ def check_unchanged(before: dict[str, Any], now: dict[str, Any], is_same_batch: 
     Args:
         before: The plain configuration that it was started with.
         now: The plain configuration that it is to be resumed with.
-        is_same_batch: Whether the settings come to the same total batch as they are; how it is dealt out may change.
+        is_same_batch: Whether the settings result in the same total batch; batch size and accumulation may then change.
     """
     old, new = flattened(before), flattened(now)
     free = {*FREE_ON_RESUME, *(BATCH_SETTINGS if is_same_batch else ())}

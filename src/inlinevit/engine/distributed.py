@@ -1,4 +1,4 @@
-"""What several processes do together."""
+"""Calls that several processes make together."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -49,3 +49,25 @@ def run_on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Res
     results = run_on_all(accelerator, function if accelerator.is_main_process else nothing)
     # Narrowed here, because the main process has called the function itself.
     return results[0]  # type: ignore[return-value]
+
+
+def run_local_main_first(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
+    """Call a function in one process of each machine, then in the others: they find downloaded files in the cache.
+
+    As accelerate's local_main_process_first, but an error in one process ends all of them instead of leaving the
+    others waiting.
+
+    Args:
+        accelerator: The processes; all of them call this.
+        function: See run_on_all.
+
+    Returns:
+        What the function returned in this process.
+    """
+    results: list[Result] = []
+    for is_first in (True, False):
+        if accelerator.is_local_main_process == is_first:
+            run_on_all(accelerator, lambda: results.append(function()))
+        else:
+            run_on_all(accelerator, lambda: None)
+    return results[0]

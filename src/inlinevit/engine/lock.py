@@ -1,4 +1,4 @@
-"""One process at a time writes into the folder of a run."""
+"""A lock on the folder of a run, so that one process at a time writes into it."""
 
 import errno
 import fcntl
@@ -14,15 +14,15 @@ from typing import IO, Any
 from ..utils.files import open_regular
 
 RUN_LOCK = ".lock"
-# Folders, by device and inode: fcntl's locks do not exclude runs of the same process from each other.
+# Locked folders, by device and inode: fcntl's locks do not exclude runs of the same process from each other.
 _HELD: set[tuple[int, int]] = set()
 
 
 class RunLock:
     """A lock on the folder of a run, with the host and the process that hold it.
 
-    The operating system releases it when the process ends, however that comes about. A process that ends regularly also
-    removes the file; one that was killed leaves it, and the next one that takes the lock reports it as stale.
+    The operating system releases it when the process ends, in whatever way. A process that ends regularly also removes
+    the file; one that was killed leaves it, and the next process that takes the lock reports it as stale.
 
     Args:
         folder: The folder of the run; it exists.
@@ -71,7 +71,7 @@ class RunLock:
             )
 
     def _open(self) -> IO[bytes]:
-        """The lock file, locked; it is the one that has this name, and not one that its owner has just removed."""
+        """Open and lock the file; it is the one that has this name, and not one that its owner has just removed."""
         while True:
             # A process that only reads the folder, such as an evaluation, does not need the lock.
             descriptor = os.open(
@@ -101,7 +101,7 @@ class RunLock:
             stream.close()
 
     def release(self, folder: Path | None = None) -> None:
-        """Give the lock back, and remove its file.
+        """Release the lock, and remove its file.
 
         Args:
             folder: Where the file is, if its folder was renamed.
@@ -125,7 +125,7 @@ def is_foreign_lock(folder: Path) -> bool:
 
 
 def _read_owner(stream: IO[bytes]) -> dict[str, Any] | None:
-    """Who has written a lock file; None if nobody has yet."""
+    """Return the process that has written a lock file; None if it is empty."""
     stream.seek(0)
     content = stream.read(4096)
     try:
@@ -136,7 +136,7 @@ def _read_owner(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _describe(owner: dict[str, Any] | None) -> str:
-    """A process in words."""
+    """Describe a process for a message."""
     if not owner:
         return "another process"
     host, pid, since = (str(owner.get(key, "?"))[:80] for key in ("host", "pid", "since"))

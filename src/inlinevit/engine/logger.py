@@ -1,4 +1,4 @@
-"""What a run tells: a bar and lines on the terminal, metrics.jsonl, accelerate's trackers."""
+"""Logs of a run: progress bar and lines on the terminal, metrics.jsonl, accelerate's trackers."""
 
 import json
 import time
@@ -14,18 +14,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..utils.atomic import atomic_write_bytes, disk_full_errors, finite
 from .checkpoints import Progress as RunProgress
 from .config import TrainConfig, flattened, to_plain
+from .monitor import StepValues
 
-# In metrics.jsonl, what an evaluation gave is told from what training did.
+# In metrics.jsonl, metrics of an evaluation have this prefix.
 EVALUATION_PREFIX = "eval_"
 
 
 class RunLogger:
-    """Everything that is written or shown while a run goes on. Only the main process speaks.
+    """Writes and shows the progress of a run; only the main process does.
 
     Args:
         config: The run's configuration.
         accelerator: Its processes.
-        progress: How far the run has come. Losses are added up in it, so that they outlive the process.
+        progress: How far the run has come. It has the sum of losses, so that checkpoints contain it.
         total_steps: Steps to the end.
     """
 
@@ -57,7 +58,7 @@ class RunLogger:
 
     def __enter__(self) -> "RunLogger":
         if self.accelerator.is_main_process:
-            self._forget_what_comes_again()
+            self._drop_repeated_lines()
         if self.config.run.trackers:
             settings = flattened(to_plain(self.config))
             simple = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
@@ -76,52 +77,50 @@ class RunLogger:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def _forget_what_comes_again(self) -> None:
-        """Drop the lines of what a killed run had done after its last checkpoint."""
+    def _drop_repeated_lines(self) -> None:
+        """Drop the lines of steps after the checkpoint that the run resumes from: they are trained again."""
         if self.file.exists():
-            lines = [line for line in self.file.read_text().splitlines() if not self._comes_again(line)]
+            lines = [line for line in self.file.read_text().splitlines() if not self._is_repeated(line)]
             atomic_write_bytes(self.file, "".join(f"{line}\n" for line in lines).encode())
 
-    def _comes_again(self, line: str) -> bool:
+    def _is_repeated(self, line: str) -> bool:
         try:
             content = json.loads(line)
             step = content["step"]
         except (ValueError, KeyError, TypeError):
-            # It was not finished.
+            # The line is incomplete.
             return True
         if step != self.first_step:
             return bool(step > self.first_step)
         is_evaluation = any(name.startswith(EVALUATION_PREFIX) for name in content)
         return is_evaluation and self.progress.evaluated_step != step
 
-    def step(self, step: int, loss: float, lr: float, seconds: float) -> None:
-        """A step is done.
+    def advance(self, step: int) -> None:
+        """Move the progress bar to a step; its loss may not be known yet."""
+        self.bar.update(self.task, completed=step, epoch=(step - 1) // self.steps_per_epoch + 1)
 
-        Args:
-            step: Steps that are done.
-            loss: Its loss, the mean of all processes.
-            lr: Its learning rate.
-            seconds: How long it took, with waiting for data.
-        """
+    def step(self, values: StepValues) -> None:
+        """Add the numbers of a step, and write a line where one is due."""
+        step, loss = values.step, values.loss
         self.progress.loss_sum += loss
         self.progress.loss_count += 1
         self.steps += 1
-        self.seconds += seconds
+        self.seconds += values.seconds
         rate = self.progress.total_batch * self.steps / self.seconds
-        self.bar.update(self.task, completed=step, epoch=(step - 1) // self.steps_per_epoch + 1, loss=loss, rate=rate)
+        self.bar.update(self.task, loss=loss, rate=rate)
         if step % self.config.run.log_every == 0 or step % self.steps_per_epoch == 0 or step == self.total_steps:
             mean_loss = self.progress.loss_sum / self.progress.loss_count
-            self.latest = {"loss": mean_loss, "lr": lr, "images_per_second": rate}
+            self.latest = {"loss": mean_loss, "lr": values.lr, "images_per_second": rate}
             self.progress.loss_sum, self.progress.loss_count = 0.0, 0
             self.steps, self.seconds = 0, 0.0
             self.write(step, self.latest)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """An evaluation is done."""
+        """Write the metrics of an evaluation."""
         self.write(step, {f"{EVALUATION_PREFIX}{name}": value for name, value in metrics.items()})
 
     def line(self, step: int, metrics: dict[str, float]) -> None:
-        """Sum up where the run is."""
+        """Print one line on how far the run is, and how long it will take."""
         pace = (time.monotonic() - self.started) / max(1, step - self.first_step)
         left = timedelta(seconds=round(pace * (self.total_steps - step)))
         training = " ".join(f"{name} {value:.4g}" for name, value in self.latest.items())
@@ -138,7 +137,7 @@ class RunLogger:
         self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """A line in metrics.jsonl, and the same to the trackers."""
+        """Append a line to metrics.jsonl, and pass it to the trackers."""
         if self.accelerator.is_main_process:
             with disk_full_errors(self.file), self.file.open("a") as stream:
                 line = {"step": step, "epoch": step / self.steps_per_epoch, **finite(values)}

@@ -1,4 +1,4 @@
-"""What is left behind of a run whose numbers are no numbers any more."""
+"""What is written when a loss, a gradient or a weight is NaN or infinite."""
 
 import io
 from pathlib import Path
@@ -16,13 +16,13 @@ def write_nan_dump(folder: Path, facts: dict[str, Any], weights: dict[str, Tenso
     """Write report.json, model.safetensors and batch.pt.
 
     Args:
-        folder: Where to.
-        facts: What is known of the step.
-        weights: The model's weights before the step.
-        batch: What it was given.
+        folder: Where to write.
+        facts: What is known about the step; they go into report.json.
+        weights: The model's weights.
+        batch: The batch of the step.
 
     Returns:
-        The state of the weights in a few words.
+        A description of the weights in a few words.
     """
     bad = [name for name, value in weights.items() if not value.isfinite().all()]
     largest = max(float(value.abs().max()) for value in weights.values() if value.numel())
@@ -41,7 +41,7 @@ def write_nan_dump(folder: Path, facts: dict[str, Any], weights: dict[str, Tenso
 
 
 def describe(value: Tensor) -> dict[str, Any]:
-    """What a tensor is like."""
+    """Shape and range of a tensor."""
     numbers = value.detach().float()
     ends = {"min": float(numbers.min()), "max": float(numbers.max())} if value.numel() else {}
     return {"shape": list(value.shape), "finite": bool(numbers.isfinite().all()), **ends}

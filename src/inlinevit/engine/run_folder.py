@@ -1,4 +1,4 @@
-"""The folder of a run while it trains: claimed by one run at a time, resumed from, written to."""
+"""The folder of a run while it trains: it is locked, resumed from and written to."""
 
 import os
 import warnings
@@ -11,24 +11,24 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 
-from ..utils.atomic import atomic_write_bytes, atomic_write_json, disk_full_errors, make_output_dir
+from ..utils.atomic import atomic_write_bytes, atomic_write_json, disk_full_errors, finite, make_output_dir
 from ..utils.validation import require
-from .checkpoints import MANIFEST, CheckpointFolder, Progress, damage, set_aside
+from .checkpoints import MANIFEST, CheckpointFolder, Progress, archive_folder, find_damage, pack_weights
 from .config import TrainConfig, check_unchanged, read_plain, to_plain
 from .distributed import run_on_all, run_on_main
 from .lock import RUN_LOCK, RunLock
-from .runs import RUN_CHECKPOINTS, RUN_CONFIG, check_free_folder, check_lock_file, check_run_folder
-from .state import is_sharded, pack, restore, save_shards
+from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_WEIGHTS, check_free_folder, check_lock_file, check_run_folder
+from .state import get_weights, is_sharded, pack, restore, save_shards
 
 
 class RunFolder:
     """The folder of a run.
 
-    What is wrong with it shows when this is made, before data are opened and models are copied.
+    Problems are found when this is constructed, before data are opened.
 
     Args:
         config: The run's configuration.
-        accelerator: The processes; all of them make one.
+        accelerator: The processes; each of them constructs one.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
@@ -40,10 +40,10 @@ class RunFolder:
         self.resume_path = run_on_main(accelerator, self._find_checkpoint)
 
     def _find_checkpoint(self) -> Path | None:
-        """The checkpoint to resume from, if there is one; nothing is changed.
+        """Return the checkpoint to resume from, if there is one; nothing is changed.
 
         Raises:
-            ValueError: The folder is in use or not that of a run, or what is in it cannot be resumed.
+            ValueError: The folder is in use, is not that of a run, or cannot be resumed.
         """
         if not self.path.is_dir():
             return self._choose_checkpoint()
@@ -52,7 +52,7 @@ class RunFolder:
             return self._choose_checkpoint()
 
     def _choose_checkpoint(self) -> Path | None:
-        """The checkpoint that the settings name, or the newest good one."""
+        """Return the checkpoint that the settings name, or the newest good one."""
         choice = self.config.run.resume
         if choice == "never":
             check_run_folder(self.path)
@@ -60,7 +60,7 @@ class RunFolder:
         if choice != "auto":
             path = Path(choice)
             require((path / MANIFEST).is_file(), f"{choice} is not a checkpoint: name a step-… folder")
-            problem = damage(path)
+            problem = find_damage(path)
             require(problem is None, f"checkpoint {choice} is damaged: {problem}")
             return path
         newest = self.checkpoints.newest_good()
@@ -69,17 +69,17 @@ class RunFolder:
         return newest
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """A context in which no other run writes into the folder."""
-        run_on_main(self.accelerator, self._claim)
+        run_on_main(self.accelerator, self._lock)
         try:
             yield
         finally:
             if self.lock is not None:
                 self.lock.release()
 
-    def _claim(self) -> None:
-        """Take the folder, and rename what was in it if the run is to start over."""
+    def _lock(self) -> None:
+        """Lock the folder, and rename it first if the run is to start over."""
         make_output_dir(self.path)
         check_lock_file(self.path)
         lock = RunLock(self.path)
@@ -90,7 +90,7 @@ class RunFolder:
             raise ValueError(f"{self.path} was used by another run since this one was set up: start it again")
         if resume == "never" and set(os.listdir(self.path)) > {RUN_LOCK}:
             # The lock is renamed with the folder, so nobody can take it in between.
-            former = set_aside(self.path)
+            former = archive_folder(self.path)
             warnings.warn(f"{self.path} held a run: it is now {former}", stacklevel=2)
             make_output_dir(self.path)
             again = RunLock(self.path)
@@ -104,19 +104,19 @@ class RunFolder:
         progress: Progress,
         notes: dict[str, Any],
         model: nn.Module,
-        average: nn.Module | None,
+        ema: nn.Module | None,
         optimizer: Any,
         configured_batch: int,
     ) -> None:
-        """Restore the checkpoint to resume from, if there is one, and write down what is run.
+        """Load the checkpoint to resume from, if there is one, and write the configuration.
 
         Args:
             progress: How far the run has come.
-            notes: What to leave beside the results, by the name of a JSON file.
+            notes: Contents of JSON files to write beside the results, by name.
             model: The model.
-            average: The one with averaged weights, if there is one.
+            ema: The model with averaged weights, if there is one.
             optimizer: The model's optimizer, as accelerate has prepared it.
-            configured_batch: The total batch that the settings come to as they are.
+            configured_batch: The total batch of the settings as they are.
         """
         config, path = to_plain(self.config), self.resume_path
 
@@ -124,7 +124,7 @@ class RunFolder:
             require(path.is_dir(), f"{self.path} is not the same on all machines: name a folder that they share")
             if self.config.run.resume == "auto":
                 check_unchanged(read_plain(self.path / RUN_CONFIG), config, configured_batch == progress.total_batch)
-            restore(path, model, average, optimizer, self.accelerator)
+            restore(path, model, ema, optimizer, self.accelerator)
 
         def write() -> None:
             self.checkpoints.resume_from(progress)
@@ -136,12 +136,12 @@ class RunFolder:
             run_on_all(self.accelerator, lambda: resume(path))
         run_on_main(self.accelerator, write)
 
-    def save(self, progress: Progress, model: nn.Module, average: nn.Module | None, optimizer: Any) -> None:
+    def save(self, progress: Progress, model: nn.Module, ema: nn.Module | None, optimizer: Any) -> None:
         """Write a checkpoint; arguments as for begin."""
         if not is_sharded(model):
             run_on_main(
                 self.accelerator,
-                lambda: self.checkpoints.save(progress, pack(model, average, optimizer, self.accelerator)),
+                lambda: self.checkpoints.save(progress, pack(model, ema, optimizer, self.accelerator)),
             )
             return
         aside = run_on_main(self.accelerator, lambda: self.checkpoints.prepare(progress.step))
@@ -154,6 +154,24 @@ class RunFolder:
         written = {name: entry for entries, _ in parts for name, entry in entries.items()}
         run_on_main(self.accelerator, lambda: self.checkpoints.commit(progress, parts[0][1], written))
 
-    def note_evaluation(self, progress: Progress) -> None:
+    def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""
-        run_on_main(self.accelerator, lambda: self.checkpoints.note_evaluation(progress))
+        run_on_main(self.accelerator, lambda: self.checkpoints.save_evaluation(progress))
+
+    def write_results(self, progress: Progress, model: nn.Module) -> None:
+        """Write the final weights and the results of the last evaluation.
+
+        Args:
+            progress: How far the run has come.
+            model: The model to export.
+        """
+        weights = get_weights(model)
+        if self.accelerator.is_main_process:
+            atomic_write_bytes(self.path / RUN_WEIGHTS, pack_weights(weights))
+            results = {
+                "step": progress.step,
+                "metrics": finite(progress.metrics),
+                "best": progress.best,
+                "best_step": progress.best_step,
+            }
+            atomic_write_json(self.path / "results.json", results)

@@ -12,8 +12,8 @@ import torch
 from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_json, read_yaml
 from ..utils.validation import require
-from .checkpoints import MANIFEST, CheckpointFolder, damage, pack_weights
-from .config import AnyConfig, from_plain
+from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
+from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK, is_foreign_lock
 
 Parsed = TypeVar("Parsed")
@@ -132,7 +132,7 @@ def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
         raise FileNotFoundError(f"{problem}: name the folder of a {task} run")
     _require_task(path, task)
     try:
-        return Run(path, from_plain(config_class, read_yaml(path / RUN_CONFIG)))
+        return Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
     except (ValueError, TypeError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path / RUN_CONFIG} is not the configuration of a {task} run ({problem}): fix it") from error
@@ -179,7 +179,7 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
     if checkpoint != BEST and not chosen.is_dir():
         return chosen
     # Weights may lie in any folder; one with a manifest is a checkpoint, and its files are to be as they were written.
-    problem = damage(chosen) if checkpoint == BEST or (chosen / MANIFEST).exists() else None
+    problem = find_damage(chosen) if checkpoint == BEST or (chosen / MANIFEST).exists() else None
     if problem is not None:
         raise ValueError(f"{chosen} cannot be used ({problem}): choose another checkpoint")
     return _weights_in(chosen)

@@ -1,6 +1,8 @@
-"""From a configuration to accelerate, timm's optimizer, timm's schedule and averaged weights."""
+"""Accelerator, optimizer, schedule, EMA and sharding, from a configuration."""
 
 import os
+import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
@@ -19,15 +22,15 @@ from torch.optim import Optimizer
 from ..utils.validation import did_you_mean, require
 from .config import OptimizerConfig, RunConfig, ScheduleConfig
 
-# Those that need nothing but the step.
+# Schedules that are functions of the step.
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
 
 
 def join_restarted_job() -> None:
     """Connect the processes of a job that torchrun has restarted.
 
-    The store in which they find each other is that of the former attempt, with the addresses of processes that are
-    gone. Under a prefix of their own, they do not see them.
+    The store in which they find each other is that of the former attempt, with the addresses of processes that have
+    ended. Under another prefix, they do not see these.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
@@ -43,7 +46,7 @@ def join_restarted_job() -> None:
 
 
 def make_accelerator(run: RunConfig) -> Accelerator:
-    """One process or many, as the launcher says.
+    """Return an accelerator for one process or many, as launched.
 
     Args:
         run: How the machine is used.
@@ -60,12 +63,12 @@ def make_accelerator(run: RunConfig) -> Accelerator:
         gradient_accumulation_steps=run.grad_accum_steps,
         log_with=list(run.trackers) or None,
         project_dir=run.output,
-        # timm's schedules are functions of the step, and the loop says when it is.
+        # timm's schedules are functions of the step, and the loop calls them.
         step_scheduler_with_optimizer=False,
     )
     missing = set(run.trackers) - {str(tracker) for tracker in accelerator.log_with}
     require(not missing, f"run.trackers names {', '.join(sorted(missing))}, which is not installed: pip install it")
-    # accelerate would train in full precision, and say nothing.
+    # accelerate would train in full precision without a warning.
     on_cpu = accelerator.device.type == "cpu"
     require(run.precision != "fp16" or not on_cpu, "run.precision fp16 needs a GPU: choose bf16, or no")
     require(
@@ -76,7 +79,7 @@ def make_accelerator(run: RunConfig) -> Accelerator:
 
 
 def make_eval_accelerator(precision: str) -> Accelerator:
-    """One process or many, as the launcher says, for a command that does not train.
+    """Return an accelerator for one process or many, as launched, for a command that does not train.
 
     Args:
         precision: "no", "bf16" or "fp16".
@@ -84,17 +87,17 @@ def make_eval_accelerator(precision: str) -> Accelerator:
     join_restarted_job()
     # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
     accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
-    # accelerate would compute in full precision, and say nothing.
+    # accelerate would compute in full precision without a warning.
     on_cpu = accelerator.device.type == "cpu"
     require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
     return accelerator
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Where a command that does not train is to compute.
+    """Return the device of a command that does not train.
 
     Args:
-        name: What the user calls it, such as cpu or cuda; None = the best there is.
+        name: Its name, such as cpu or cuda; None = the best there is.
     """
     if name is None:
         return PartialState().device
@@ -109,7 +112,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def enable_grad_checkpointing(model: Any) -> None:
-    """Have a model compute activations twice instead of keeping them. Some of timm's have a method that refuses to."""
+    """Turn on gradient checkpointing. Some of timm's models have the method, but refuse."""
     try:
         model.set_grad_checkpointing()
     except (AttributeError, AssertionError) as error:
@@ -117,7 +120,7 @@ def enable_grad_checkpointing(model: Any) -> None:
 
 
 def convert_batch_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """The model with batch norms that see the images of all processes; the same model if there is one process."""
+    """Return the model with synchronised batch norms; the same model if there is one process."""
     if accelerator.num_processes == 1:
         return model
     require(
@@ -128,13 +131,29 @@ def convert_batch_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module
     return convert_sync_batchnorm(model)
 
 
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model without memory for its weights; some of timm's cannot be built so, and get their weights.
+
+    Args:
+        build: Builds the model on torch's default device.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            # Weights that are loaded have no effect here: they come from the main process.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            return build()
+    except (RuntimeError, NotImplementedError):
+        return build()
+
+
 def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard the parameters of a model over the processes, block by block, in place.
 
+    Each process gets memory for its shards only. Their values, and those of buffers, are those of the main process.
     Our blocks, and nearly all of timm's, are of classes called …Block.
 
     Args:
-        model: The model; it is moved to the accelerator's device.
+        model: The model; only in the main process its weights matter, elsewhere it may be on the meta device.
         accelerator: The processes.
     """
     blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
@@ -143,22 +162,31 @@ def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         # A run that was started on several processes may be resumed on one.
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    model.to(accelerator.device)
+    is_main = accelerator.is_main_process
+    weights: dict[str, Any] = model.state_dict() if is_main else {}
+    buffers = dict(model.named_buffers()) if is_main else {}
+    model.to("meta")
     # From the inside out, as fully_shard wants it: blocks may hold blocks.
     for block in reversed(blocks):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    model.to_empty(device=accelerator.device)
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # State dicts do not have all of them.
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name] if is_main else torch.zeros_like(buffer))
+        torch.distributed.broadcast(buffer, src=0)
     return model
 
 
 def scaled(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float:
-    """A learning rate for the total batch at hand."""
+    """Return a learning rate scaled to the total batch."""
     return rate * total_batch / optimizer.lr_base_size if optimizer.lr_base_size else rate
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int) -> Optimizer:
-    """timm's optimizer, with its parameter groups."""
+    """Return timm's optimizer, with its parameter groups."""
     known = [str(name) for name in list_optimizers()]
     hint = did_you_mean(config.name, known) or "try adamw, lamb, lion or sgd"
     require(config.name.lower() in known, f"timm has no optimizer called {config.name!r}: {hint}")
@@ -176,14 +204,14 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int) 
             **options,
         )
     except (AssertionError, ImportError) as error:
-        # Some of timm's optimizers want a GPU, or a package that timm does not ask for.
+        # Some of timm's optimizers need a GPU, or a package that timm does not install.
         raise ValueError(f"optimizer {config.name} cannot be used here ({error}): choose another one") from error
 
 
 def make_scheduler(
     optimizer: Optimizer, schedule: ScheduleConfig, rates: OptimizerConfig, total_batch: int, steps_per_epoch: int
 ) -> tuple[Scheduler, int]:
-    """timm's schedule, which is a function of the step, and the number of steps."""
+    """Return timm's schedule, which is a function of the step, and the number of steps."""
     hint = did_you_mean(schedule.name, SCHEDULES) or f"try {', '.join(SCHEDULES)}"
     require(schedule.name in SCHEDULES, f"there is no schedule called {schedule.name!r}: {hint}")
     unit, length = (steps_per_epoch, schedule.epochs) if schedule.steps is None else (1, schedule.steps)
@@ -206,7 +234,7 @@ def make_scheduler(
 
 
 def make_ema(model: nn.Module, run: RunConfig, total_batch: int) -> ModelEmaV3 | None:
-    """Averaged weights, if they are wanted."""
+    """Return the exponential moving average of a model's weights; None if none is configured."""
     if run.ema_decay is None:
         return None
     power = total_batch / run.ema_batch_size if run.ema_batch_size else 1.0

@@ -6,35 +6,37 @@ import signal
 import time
 from types import FrameType, TracebackType
 
-# A launcher may pass on a signal that the whole process group gets: within so many seconds, it counts once.
+# A launcher may forward a signal that the whole process group gets: within these seconds, it counts once.
 REPEATED_SIGNAL = 0.2
 
 
 class StopRequest:
-    """A context in which SIGTERM and Ctrl-C are noted, so that a run can stop after its current step.
+    """A context in which SIGTERM and Ctrl-C are recorded, so that a run can save a checkpoint and stop.
 
     A second Ctrl-C raises KeyboardInterrupt; a second SIGTERM ends the process and its data workers at once.
 
     Attributes:
-        signal_number: The signal that asks for a stop; None if there is none.
+        signal_number: The signal that was received; None if there was none.
     """
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
         self.time = 0.0
-        self.before: dict[signal.Signals, object] = {}
+        self.former_handlers: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.former_handlers = {
+            number: signal.signal(number, self.handle) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.former_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         if number == signal.SIGINT == self.signal_number:
             raise KeyboardInterrupt

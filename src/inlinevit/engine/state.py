@@ -1,8 +1,8 @@
-"""Weights and states of models and optimizers, however they are spread over processes: into files and back."""
+"""Weights and states of models and optimizers, sharded or not: to files and back."""
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -38,10 +38,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """A context in which every process holds all parameters of a sharded model, and can run it on its own.
+    """Gather all parameters of a sharded model in every process, so that each can run it on its own.
 
-    Processes with different numbers of images would otherwise wait for each other for ever. Every process must enter
-    and leave it. For a model that is not sharded, it does nothing.
+    Processes with different numbers of images would otherwise wait for each other forever. Every process must enter and
+    leave this context. For a model that is not sharded, it does nothing.
     """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     try:
@@ -50,19 +50,19 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             part.unshard()
         yield
     finally:
-        for place, part in enumerate(parts):
+        for number, part in enumerate(parts):
             part.reshard()
             # The first is the model itself, whose parameters are needed again at once in the backward pass.
-            part.set_reshard_after_forward(place > 0, recurse=False)
+            part.set_reshard_after_forward(number > 0, recurse=False)
 
 
 def get_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights under the names of the bare model; with sharded ones, every process must call this."""
-    return _apart(get_model_state_dict(model, options=FULL))
+    """Return all weights under the names of the bare model; with a sharded one, every process must call this."""
+    return _copied(get_model_state_dict(model, options=FULL))
 
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Put all weights back.
+    """Load all weights.
 
     Raises:
         ValueError: A weight is missing, unknown, or of another shape or type; the model is left as it was.
@@ -98,33 +98,45 @@ def _describe(value: Any) -> str:
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that this process holds, without asking others."""
-    return _apart(model.state_dict())
+    """Return the weights that this process has, without those of others."""
+    return _copied(model.state_dict())
 
 
-def _apart(weights: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights that share no memory, as a file of safetensors wants them."""
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, as an ordinary one; with a sharded one, every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def all_finite(parameters: Iterable[Tensor], accelerator: Accelerator) -> bool:
+    """Whether no parameter in any process is NaN or infinite; every process must call this."""
+    own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+    is_bad = torch.stack([~value.detach().isfinite().all() for value in own]).any()
+    return accelerator.reduce(is_bad.float(), "sum").item() == 0
+
+
+def _copied(weights: dict[str, Any]) -> dict[str, Tensor]:
+    """Return copies of weights, which share no memory, as safetensors requires."""
     own = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in weights.items()}
     return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in own.items()}
 
 
-def pack(model: nn.Module, average: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> dict[str, bytes]:
-    """The files of a checkpoint of a model that is not sharded.
+def pack(model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> dict[str, bytes]:
+    """Return the files of a checkpoint of a model that is not sharded.
 
     Args:
         model: The model.
-        average: The one with averaged weights, if there is one.
+        ema: The model with averaged weights, if there is one.
         optimizer: The model's optimizer, as accelerate has prepared it.
         accelerator: The processes.
     """
     weights = {"model.safetensors": pack_weights(get_weights(model))}
-    if average is not None:
-        weights["ema.safetensors"] = pack_weights(get_weights(average))
+    if ema is not None:
+        weights["ema.safetensors"] = pack_weights(get_weights(ema))
     return {**weights, **pack_state({"optimizer": optimizer.optimizer.state_dict(), **_scaler_state(accelerator)})}
 
 
-def restore(path: Path, model: nn.Module, average: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> None:
-    """Put back what is in a checkpoint, for sharded models and others.
+def restore(path: Path, model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> None:
+    """Load a checkpoint, for sharded models and others.
 
     Raises:
         ValueError: It does not fit.
@@ -134,24 +146,24 @@ def restore(path: Path, model: nn.Module, average: nn.Module | None, optimizer: 
         return
     weights = read_weights(path, "model")
     _check_weights(get_model_state_dict(model), weights)
-    averaged = None if average is None else read_weights(path, "ema")
-    if average is not None and averaged is not None:
-        _check_weights(get_model_state_dict(average), averaged)
+    averaged = None if ema is None else read_weights(path, "ema")
+    if ema is not None and averaged is not None:
+        _check_weights(get_model_state_dict(ema), averaged)
     state = read_state(path)
     if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
         raise ValueError(f"checkpoint {path} does not hold the state of an optimizer: resume from another one")
     try:
         # The optimizer first, because finding out what its state looks like changes weights.
-        optimizer.optimizer.load_state_dict(_fitting(state["optimizer"], optimizer.optimizer))
+        optimizer.optimizer.load_state_dict(_checked_state(state["optimizer"], optimizer.optimizer))
         _load_scaler(accelerator, state["scaler"])
     except ValueError as error:
-        raise _misfit(path, error) from None
+        raise _mismatch(path, error) from None
     set_weights(model, weights)
-    if average is not None and averaged is not None:
-        set_weights(average, averaged)
+    if ema is not None and averaged is not None:
+        set_weights(ema, averaged)
 
 
-def _misfit(path: Path, error: ValueError) -> ValueError:
+def _mismatch(path: Path, error: ValueError) -> ValueError:
     return ValueError(
         f"the state in checkpoint {path} is not that of this run's optimizer ({error}): resume with the settings it "
         "was written with, or from another checkpoint"
@@ -164,16 +176,16 @@ def _scaler_state(accelerator: Accelerator) -> dict[str, Any]:
 
 def _load_scaler(accelerator: Accelerator, state: Any) -> None:
     own = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-    fitting = _like(own, state, "scaler")
+    checked_values = _like(own, state, "scaler")
     if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(fitting)
+        accelerator.scaler.load_state_dict(checked_values)
 
 
-def _fitting(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, checked against what this one's looks like after a step, with tuples for lists.
+def _checked_state(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer, checked against that of this one after a step, with tuples for lists.
 
     Args:
-        state: What was read.
+        state: The state that was read.
         optimizer: It takes a step, which changes its state and its parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -184,7 +196,7 @@ def _fitting(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     own = optimizer.state_dict()
     if not isinstance(state, dict) or state.keys() != own.keys():
         raise ValueError(f"it should have {', '.join(own)}")
-    fitting = {name: _like(own[name], state[name], name) for name in own if name != "state"}
+    checked_values = {name: _like(own[name], state[name], name) for name in own if name != "state"}
     by_parameter = state["state"]
     if not isinstance(by_parameter, dict):
         raise ValueError("it has no state of parameters")
@@ -202,7 +214,7 @@ def _fitting(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             for name, value in values.items()
         }
         _check_steps({f"{name} of parameter {index}": value for name, value in values.items() if name == "step"})
-    return {**fitting, "state": checked}
+    return {**checked_values, "state": checked}
 
 
 def _check_steps(steps: Mapping[str, Any]) -> None:
@@ -214,13 +226,13 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
 
 
 def _like(own: Any, given: Any, name: str) -> Any:
-    """What was read, if it is of the same type and shape as our own value; lists are made tuples where ours are.
+    """Return a value that was read if it has the type and shape of our own; lists become tuples where ours are.
 
     Numbers and tensors may differ in their values, all else may not. Of SETTINGS, our own values are given.
 
     Args:
         own: Our value.
-        given: What was read.
+        given: The value that was read.
         name: For messages.
     """
     if isinstance(own, Tensor):
@@ -237,7 +249,7 @@ def _like(own: Any, given: Any, name: str) -> Any:
     if isinstance(own, list | tuple):
         if not isinstance(given, list) or len(given) != len(own):
             raise ValueError(f"{name} should have {len(own)} entries")
-        return type(own)(_like(*pair, f"{name} {place}") for place, pair in enumerate(zip(own, given, strict=True)))
+        return type(own)(_like(*pair, f"{name} {number}") for number, pair in enumerate(zip(own, given, strict=True)))
     if isinstance(own, int | float) and not isinstance(own, bool):
         if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given):
             raise ValueError(f"{name} is {given!r:.40} in place of a number")
@@ -255,7 +267,7 @@ def save_shards(
     """Write this process's part of a sharded model and of its optimizer's state; every process must call this.
 
     Args:
-        folder: Where to.
+        folder: Where to write.
         model: The sharded model.
         optimizer: Its optimizer, as accelerate has prepared it.
         accelerator: The processes.
@@ -280,19 +292,19 @@ def save_shards(
 
 
 def _optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The state of an optimizer by the names of parameters; an optimizer that has none yet takes a step first."""
+    """Return the state of an optimizer by parameter names; an optimizer without state takes a step first."""
     return get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
 
 
 def _split(weights: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, named "model.…" and "optimizer.…", and the values of the optimizer's state that are not tensors."""
+    """Split into tensors, named "model.…" and "optimizer.…", and the values of the optimizer's state that are none."""
     tensors = {f"model.{name}": value for name, value in weights.items()}
     tensors |= {f"optimizer.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
 
 def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
-    """Put back what save_shards has written, on any number of processes."""
+    """Load what save_shards has written, on any number of processes."""
     tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
     state = read_state(path)
     if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
@@ -301,13 +313,13 @@ def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Acce
         values = _like(values, state["optimizer"], "optimizer")
         _load_scaler(accelerator, state["scaler"])
     except ValueError as error:
-        raise _misfit(path, error) from None
+        raise _mismatch(path, error) from None
     read_shards(path, tensors)
     steps = {name: value for name, value in tensors.items() if name.startswith("optimizer.") and name.endswith(".step")}
     try:
         _check_steps(steps)
     except ValueError as error:
-        raise _misfit(path, error) from None
+        raise _mismatch(path, error) from None
     weights, states = (
         {name.removeprefix(prefix): cast(Any, value) for name, value in tensors.items() if name.startswith(prefix)}
         for prefix in ("model.", "optimizer.")
@@ -340,7 +352,7 @@ def read_shards(path: Path, tensors: dict[str, Tensor], *, prefix: str = "") -> 
 
 
 def shard_layout(path: Path) -> dict[str, Tensor]:
-    """The tensors of a sharded checkpoint by name, without their values, on the meta device.
+    """Return the tensors of a sharded checkpoint by name, without their values, on the meta device.
 
     Raises:
         ValueError: The files are not valid, or shards are missing.

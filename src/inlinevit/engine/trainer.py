@@ -1,4 +1,4 @@
-"""The training loop. It knows no model and no task: a Task says what a loss and an evaluation are."""
+"""The training loop. It knows nothing about models and tasks: a Task defines the loss and the evaluation."""
 
 import math
 import signal
@@ -6,21 +6,24 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import safetensors.torch
 import torch
 from accelerate.utils import broadcast, send_to_device
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
-from ..utils.atomic import atomic_write_bytes, atomic_write_json, finite
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
 from .checkpoints import Progress, read_progress
 from .config import TrainConfig
+from .distributed import run_local_main_first
+from .errors import Diverged, Stopped
+from .intervals import Intervals
 from .logger import RunLogger
+from .monitor import StepMonitor, StepValues
 from .nan_dump import write_nan_dump
 from .run_folder import RunFolder
 from .setup import (
+    build_on_meta,
     convert_batch_norms,
     enable_grad_checkpointing,
     make_accelerator,
@@ -30,47 +33,24 @@ from .setup import (
     shard_model,
 )
 from .signals import StopRequest
-from .state import get_weights, own_weights
+from .state import all_finite, own_weights, whole_tensor
 from .task import Task
-
-
-class RunEnded(Exception):
-    """A run ended before its time; the message says what to do."""
-
-
-class Stopped(RunEnded):
-    """The run was asked to stop, and has left a checkpoint.
-
-    Args:
-        message: What happened.
-        signal_number: Which signal asked.
-    """
-
-    def __init__(self, message: str, signal_number: int) -> None:
-        super().__init__(message)
-        self.signal_number = signal_number
-
-
-class Diverged(RunEnded):
-    """The loss is no number any more."""
 
 
 class Trainer:
     """Trains the model of a task.
 
     Args:
-        task: The job.
+        task: Model, data, loss and evaluation.
         config: How to train.
     """
 
     def __init__(self, task: Task, config: TrainConfig) -> None:
         self.task, self.config = task, config
         run = config.run
-        set_seed(derive_seed(run.seed))
-        model: Any = task.build_model()
         self.accelerator = make_accelerator(run)
+        model: Any = run_local_main_first(self.accelerator, self.build_model)
         self.folder = RunFolder(config, self.accelerator)
-        self.output = self.folder.path
         if run.sync_batch_norm:
             model = convert_batch_norms(model, self.accelerator)
         if run.grad_checkpointing:
@@ -96,12 +76,21 @@ class Trainer:
         # A sharded model synchronizes its gradients by itself.
         self.model = self.accelerator.prepare_model(model, evaluation_mode=run.fsdp)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.average = make_ema(self.unwrapped_model, run, self.total_batch)
+        self.ema = make_ema(self.unwrapped_model, run, self.total_batch)
         self.check_progress()
+        self.intervals = Intervals(config, self.steps_per_epoch, self.total_steps)
         self.stop = StopRequest()
+        self.monitor = StepMonitor(self.accelerator)
+
+    def build_model(self) -> nn.Module:
+        """Build the model; if it is to be sharded, only the main process has its weights."""
+        set_seed(derive_seed(self.config.run.seed))
+        if self.config.run.fsdp and not self.accelerator.is_main_process:
+            return build_on_meta(self.task.build_model)
+        return self.task.build_model()
 
     def plan_batches(self) -> tuple[Progress, BatchPlan]:
-        """How far the run has come, and how samples are dealt out from here on."""
+        """Return the progress of the run, and how samples are split over the processes from here on."""
         task, path = self.task, self.folder.resume_path
         plan = BatchPlan.first(
             task.batch_size,
@@ -114,16 +103,12 @@ class Trainer:
         if path is not None:
             progress = read_progress(path)
             return progress, plan.resumed(progress, task.batch_multiple)
-        progress = Progress(
-            total_batch=plan.total_batch,
-            processes=plan.processes,
-            batch_size=plan.batch_size,
-            workers=plan.workers,
-        )
+        progress = Progress(total_batch=plan.total_batch, processes=plan.processes)
+        progress.batch_size, progress.workers = plan.batch_size, plan.workers
         return progress, plan
 
     def check_progress(self) -> None:
-        """Refuse a checkpoint that is not of this training."""
+        """Refuse a checkpoint of another training run."""
         path, before, now = self.folder.resume_path, self.progress.steps_per_epoch, self.steps_per_epoch
         if path is None:
             self.progress.steps_per_epoch = now
@@ -139,18 +124,18 @@ class Trainer:
 
     @property
     def unwrapped_model(self) -> nn.Module:
-        """The model without what distributed training wraps around it."""
+        """The model without the wrapper of distributed training."""
         return self.accelerator.unwrap_model(self.model)
 
     @property
-    def trained(self) -> tuple[nn.Module, nn.Module | None, Any]:
-        """What training changes: the model, the one with averaged weights, if there is one, and the optimizer."""
-        return self.model, None if self.average is None else self.average.module, self.optimizer
+    def state(self) -> tuple[nn.Module, nn.Module | None, Any]:
+        """What training changes: the model, its EMA copy if there is one, and the optimizer."""
+        return self.model, None if self.ema is None else self.ema.module, self.optimizer
 
     def run(self) -> dict[str, float]:
-        """Train to the end, from the beginning or from where a checkpoint left off; returns the last metrics."""
-        with self.folder.claimed():
-            self.folder.begin(self.progress, self.task.metadata(), *self.trained, self.configured_batch)
+        """Train to the end, from the beginning or from a checkpoint; returns the last metrics."""
+        with self.folder.locked():
+            self.folder.begin(self.progress, self.task.metadata(), *self.state, self.configured_batch)
             return self.train()
 
     def train(self) -> dict[str, float]:
@@ -159,72 +144,111 @@ class Trainer:
         batches: Iterator[Any] = iter(())
         with RunLogger(self.config, self.accelerator, self.progress, self.total_steps) as log, self.stop:
             first = self.progress.step
-            if first > 0 and self.evaluation_is_due():
-                # The run ended before or in this evaluation.
+            if first > 0 and self.intervals.evaluation_is_due(self.progress):
+                # The run ended before or during this evaluation.
                 self.evaluate(log)
             for step in range(first, self.total_steps):
                 started = time.monotonic()
                 epoch, index = divmod(step, self.steps_per_epoch)
                 if index == 0 or step == first:
                     batches = self.data.batches(epoch, index * self.plan.grad_accum_steps)
-                loss = self.train_step(step, batches)
+                numbers = self.train_step(step, batches)
                 self.progress.step = step + 1
-                evaluate, is_last = self.evaluation_is_due(), step + 1 == self.total_steps
-                loss, stop, save = self.agree(loss, self.stop.signal_number is not None, self.checkpoint_is_due())
-                log.step(step + 1, loss, self.learning_rate, time.monotonic() - started)
-                if stop or save or evaluate:
+                self.monitor.add(StepValues(step + 1, self.learning_rate, time.monotonic() - started), numbers)
+                log.advance(step + 1)
+                evaluate = self.intervals.evaluation_is_due(self.progress)
+                save = self.intervals.checkpoint_is_due(step + 1)
+                stop, save_by_time = self.read_steps(log, wait=evaluate or save)
+                if stop or save or save_by_time or evaluate:
                     self.save()
-                if stop and not is_last:
+                if stop and step + 1 < self.total_steps:
                     raise Stopped(
                         f"stopped after step {step + 1} of {self.total_steps}: --run.resume auto (the default) "
-                        f"resumes from the checkpoint in {self.output}",
+                        f"resumes from the checkpoint in {self.folder.path}",
                         self.stop.signal_number or signal.SIGTERM,
                     )
                 if evaluate:
                     self.evaluate(log)
                 elif index + 1 == self.steps_per_epoch:
                     log.line(step + 1, {})
-        self.finish()
+        self.folder.write_results(self.progress, self.model if self.ema is None else self.ema.module)
         return self.progress.metrics
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the step at hand: that of the last layers, if it decays from layer to layer."""
+        """The current learning rate: that of the last layers if it decays from layer to layer."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
-    def train_step(self, step: int, batches: Iterator[Any]) -> float:
-        """One update of the weights, from as many batches as are accumulated; returns their mean loss."""
+    def train_step(self, step: int, batches: Iterator[Any]) -> Tensor:
+        """Update the weights once. The host does not wait for the device.
+
+        Args:
+            step: The step, counted from 0.
+            batches: Where the batches of the step come from.
+
+        Returns:
+            On the device: the loss of each accumulated batch, then the norm of the gradients, (grad_accum_steps + 1,).
+            The norm is 0 if gradients are not clipped, and with float16: the scaler skips steps that overflow.
+        """
         # The seed belongs to the step, not to the run: a resumed run draws the same numbers.
         set_seed(derive_seed(self.config.run.seed, step, self.accelerator.process_index))
         self.scheduler.step_update(step)
         self.model.train()
-        total = 0.0
+        losses, numbers = list[Tensor](), torch.empty(0)
         for _ in range(self.plan.grad_accum_steps):
             batch = send_to_device(next(batches), self.accelerator.device, non_blocking=True)
             with self.accelerator.accumulate(self.model):
                 loss = self.task.loss(self.model, batch)
-                value = loss.item()
-                if not math.isfinite(value):
-                    self.abort_non_finite(step + 1, f"the loss is {value}", batch)
+                losses.append(loss.detach().float())
                 self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients and self.config.optimizer.clip_grad is not None:
-                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
-                    # With float16, gradients may overflow now and then: the scaler sees to it.
-                    if self.accelerator.scaler is None and not math.isfinite(norm):
-                        self.abort_non_finite(
-                            step + 1, f"the norm of the gradients is {float(norm)} (loss {value:.4g})", batch
-                        )
+                if self.accelerator.sync_gradients:
+                    numbers = torch.stack([*losses, self.clip_gradients(losses[0])])
+                    if self.config.run.log_every == 1:
+                        # Before the weights change, so that the dump has those that gave this loss.
+                        own, mean = numbers.tolist(), self.accelerator.reduce(numbers, "mean").tolist()
+                        self.require_finite(StepValues(step + 1, self.learning_rate, 0.0, own, mean))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            total += value
-        if self.average is not None:
-            self.average.update(self.unwrapped_model, step=step)
-        return total / self.plan.grad_accum_steps
+        if self.ema is not None:
+            self.ema.update(self.unwrapped_model, step=step)
+        return numbers
+
+    def clip_gradients(self, like: Tensor) -> Tensor:
+        """Clip the gradients if configured; returns their norm, or 0 where it may be infinite."""
+        if self.config.optimizer.clip_grad is None:
+            return torch.zeros_like(like)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
+        return torch.zeros_like(like) if self.accelerator.scaler is not None else whole_tensor(norm).to(like)
+
+    def read_steps(self, log: RunLogger, wait: bool) -> tuple[bool, bool]:
+        """Log the steps whose losses have arrived from the device; new ones are read every `log_every` steps.
+
+        Args:
+            log: Where losses go.
+            wait: Whether to read the losses up to this step, and to wait for them.
+
+        Returns:
+            Whether to stop, and whether to save because of the time; the same in all processes.
+
+        Raises:
+            Diverged: A loss or a gradient is NaN or infinite.
+        """
+        step, log_every = self.progress.step, self.config.run.log_every
+        by_time = time.monotonic() - self.saved_at > 60 * self.config.run.checkpoint_minutes
+        steps, (stop, save) = self.monitor.read(
+            (self.stop.signal_number is not None, by_time),
+            start=step % log_every == 0,
+            wait=wait or log_every == 1 or step % self.steps_per_epoch == 0,
+        )
+        for values in steps:
+            self.require_finite(values)
+            log.step(values)
+        return stop, save
 
     def evaluate(self, log: RunLogger) -> None:
-        """Evaluate the averaged weights, if there are any, or the weights themselves; the checkpoint is written."""
+        """Evaluate the EMA weights if there are any, otherwise the weights; a checkpoint of them exists already."""
         # The bare model: DistributedDataParallel waits for processes that may have fewer batches.
-        model = self.unwrapped_model if self.average is None else self.average.module
+        model = self.unwrapped_model if self.ema is None else self.ema.module
         model.eval()
         # Each process has gathered statistics of its own, such as those of batch norms.
         broadcast(list(model.buffers()))
@@ -237,56 +261,39 @@ class Trainer:
             self.progress.best, self.progress.best_step = value, step
         log.evaluation(step, metrics)
         log.line(step, metrics)
-        self.folder.note_evaluation(self.progress)
-
-    def evaluation_is_due(self) -> bool:
-        """Whether an evaluation is due after this step: every so many epochs or steps, and at the end."""
-        every, by_steps = self.config.run.eval_every, self.config.schedule.steps is not None
-        interval = every if every and by_steps else (every or 1) * self.steps_per_epoch
-        step, is_evaluated = self.progress.step, self.progress.evaluated_step == self.progress.step
-        return not is_evaluated and (step == self.total_steps or step % interval == 0)
-
-    def checkpoint_is_due(self) -> bool:
-        """Whether a checkpoint is due after this step: at the end of an epoch, if those count, and as configured."""
-        run, step = self.config.run, self.progress.step
-        by_steps = run.checkpoint_steps is not None and step % run.checkpoint_steps == 0
-        by_time = time.monotonic() - self.saved_at > 60 * run.checkpoint_minutes
-        by_epochs = self.config.schedule.steps is None and step % self.steps_per_epoch == 0
-        return by_steps or by_time or by_epochs or step == self.total_steps
-
-    def agree(self, loss: float, stop: bool, save: bool) -> tuple[float, bool, bool]:
-        """The mean loss of all processes; and what any of them wishes, all of them do."""
-        if self.accelerator.num_processes == 1:
-            return loss, stop, save
-        own = torch.tensor([loss, stop, save], dtype=torch.float32, device=self.accelerator.device)
-        loss, *wishes = self.accelerator.reduce(own, "mean").tolist()
-        return loss, wishes[0] > 0, wishes[1] > 0
+        self.folder.save_evaluation(self.progress)
 
     def save(self) -> None:
-        """Write a checkpoint."""
-        self.folder.save(self.progress, *self.trained)
+        """Write a checkpoint; the losses up to this step have been read and are finite."""
+        if not all_finite(self.model.parameters(), self.accelerator):
+            self.abort_non_finite(self.progress.step, "a weight is NaN or infinite", self.plan.grad_accum_steps - 1)
+        self.folder.save(self.progress, *self.state)
         self.saved_at = time.monotonic()
 
-    def finish(self) -> None:
-        """Leave the weights of the last step, averaged if they are, and what the last evaluation gave."""
-        weights = get_weights(self.model if self.average is None else self.average.module)
-        if self.accelerator.is_main_process:
-            atomic_write_bytes(self.output / "model.safetensors", safetensors.torch.save(weights))
-            done = self.progress
-            results = {
-                "step": done.step,
-                "metrics": finite(done.metrics),
-                "best": done.best,
-                "best_step": done.best_step,
-            }
-            atomic_write_json(self.output / "results.json", results)
+    def require_finite(self, values: StepValues) -> None:
+        """End the run if the loss or the gradients of a step are NaN or infinite."""
+        problem = values.find_non_finite()
+        if problem is not None:
+            self.abort_non_finite(values.step, *problem)
 
-    def abort_non_finite(self, step: int, what: str, batch: Any) -> NoReturn:
-        """Stop in a step where numbers are no numbers, and leave behind what is needed to look at it."""
+    def abort_non_finite(self, step: int, what: str, number: int | None) -> NoReturn:
+        """End the run because of NaN or infinity, and write what is needed to find the cause.
+
+        Args:
+            step: The first step that had them, counted from 1.
+            what: What is NaN or infinite.
+            number: The batch of this process to write, among those of the step; None = the cause is elsewhere.
+        """
+        self.scheduler.step_update(step - 1)
         lr = self.learning_rate
-        folder = self.output / f"diverged-step-{step}-process-{self.accelerator.process_index}"
-        state = write_nan_dump(folder, {"what": what, "step": step, "lr": lr}, own_weights(self.unwrapped_model), batch)
+        remedy = "try a lower learning rate, a longer warm-up or gradient clipping"
+        if number is None:
+            raise Diverged(f"{what} in step {step} (learning rate {lr:.3g}): {remedy}")
+        epoch, index = divmod(step - 1, self.steps_per_epoch)
+        batch = next(self.data.batches(epoch, index * self.plan.grad_accum_steps + number))
+        folder = self.folder.path / f"diverged-step-{step}-process-{self.accelerator.process_index}"
+        facts = {"what": what, "step": step, "weights_after_step": self.progress.step, "lr": lr}
+        state = write_nan_dump(folder, facts, own_weights(self.unwrapped_model), batch)
         raise Diverged(
-            f"{what} in step {step} (learning rate {lr:.3g}, {state}): weights and batch are in {folder}; try a lower "
-            "learning rate, a longer warm-up or gradient clipping"
+            f"{what} in step {step} (learning rate {lr:.3g}, {state}): weights and batch are in {folder}; {remedy}"
         )

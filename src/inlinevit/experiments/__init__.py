@@ -1,1 +1,1 @@
-"""Experiments that train several models: the demo and the paper's ablations."""
+"""Experiments that train several models: the demo, and the paper's ablations."""

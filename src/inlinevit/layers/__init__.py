@@ -1,21 +1,20 @@
-"""Modules with parameters: token mixers, the local residual, layouts, embeddings, the block."""
+"""Modules with parameters: attention, local residual, window layouts, patch embedding, block."""
 
 from .angular_attention import AngularAttention
+from .base_attention import BaseAttention
 from .block import Block
 from .efficient_attention import EfficientAttention
-from .embed import ConvEmbed, PatchMerging, PositionEmbedding
+from .embed import ConvEmbed, PatchMerging, ResamplePosEmbed
 from .enhanced_attention import EnhancedAttention
 from .focused_attention import FocusedAttention
 from .hydra_attention import HydraAttention
-from .inline_attention import InLineAttention
+from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
-from .local_residual import LocalResidual
 from .softmax_attention import SoftmaxAttention
-from .token_mixer import TokenMixer
 
-# The words by which models name their attention.
-ATTENTIONS: dict[str, type[TokenMixer]] = {
+# The names of attention in the arguments of models.
+ATTENTIONS: dict[str, type[BaseAttention]] = {
     "inline": InLineAttention,
     "softmax": SoftmaxAttention,
     "linear": LinearAttention,
@@ -29,6 +28,7 @@ ATTENTIONS: dict[str, type[TokenMixer]] = {
 __all__ = [
     "ATTENTIONS",
     "AngularAttention",
+    "BaseAttention",
     "Block",
     "ConvEmbed",
     "CrossStripes",
@@ -40,9 +40,8 @@ __all__ = [
     "LinearAttention",
     "LocalResidual",
     "PatchMerging",
-    "PositionEmbedding",
+    "ResamplePosEmbed",
     "SoftmaxAttention",
     "SquareWindows",
-    "TokenMixer",
     "WholeMap",
 ]

@@ -1,31 +1,29 @@
 """Efficient attention as a module."""
 
-import torch
 from timm.layers import register_notrace_module
 from torch import Tensor
 
 from .. import ops
-from .layouts import Windows
-from .token_mixer import TokenMixer, padding_mask
+from .base_attention import BaseAttention
+from .layouts import Windows, padding_mask
 
 
 @register_notrace_module
-class EfficientAttention(TokenMixer):
+class EfficientAttention(BaseAttention):
     """Efficient attention: softmax over the channels of queries and over the tokens of keys.
 
     Args:
         dim: Channels.
         num_heads: Heads; they divide the channels.
-        **options: Those of TokenMixer.
+        **kwargs: Arguments of BaseAttention.
     """
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
-        """See TokenMixer.mix."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
+        """See BaseAttention.attend."""
         return ops.efficient_attention(q, k, v, mask=padding_mask(k, windows))
 
-    @torch.jit.unused
-    def rows(
-        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
+    def attention_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, attn_mask: Tensor | None = None, first: int = 0
     ) -> Tensor:
-        """See TokenMixer.rows."""
-        return ops.efficient_weights(q, k, mask=padding_mask(k, windows), seen=seen)
+        """See BaseAttention.attention_weights."""
+        return ops.efficient_weights(q, k, mask=padding_mask(k, windows), attn_mask=attn_mask)

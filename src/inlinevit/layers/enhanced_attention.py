@@ -14,11 +14,11 @@ class EnhancedAttention(LinearAttention):
     Args:
         dim: Channels.
         num_heads: Heads; they divide the channels.
-        **options: Those of TokenMixer.
+        **kwargs: Arguments of BaseAttention.
     """
 
-    own_options = ()
+    attn_kwargs_names = ()
     wants_local_mlp = True
 
-    def __init__(self, dim: int, num_heads: int, **options: Any) -> None:
-        super().__init__(dim, num_heads, feature_map="relu", **options)
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, feature_map="relu", **kwargs)

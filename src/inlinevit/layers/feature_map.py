@@ -5,15 +5,15 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.feature_maps import unknown_feature_map
-from .layouts import Windows, take_share
+from .layouts import Windows, take_head_group
 
 
 class FeatureMap(nn.Module):
-    """Which φ the op applies to queries and keys, and what it has learned.
+    """The name of the feature map φ of queries and keys, and its parameters, if it has any.
 
     Args:
         name: One of ops.FEATURE_MAPS.
-        num_heads: Heads; `relu_affine` learns a matrix and a bias for each.
+        num_heads: Heads; `relu_affine` has a matrix and a bias per head.
         head_dim: Width of a head.
     """
 
@@ -37,17 +37,16 @@ class FeatureMap(nn.Module):
             self.bias = nn.Parameter(torch.empty(num_heads, head_dim, device=device, dtype=dtype))
         self.reset_parameters()
 
-    @torch.jit.ignore
     def reset_parameters(self) -> None:
-        """Plain ReLU to begin with: A = 1, b = 0."""
+        """Start as plain ReLU: A = 1, b = 0."""
         if self.matrix is not None and self.bias is not None:
             with torch.no_grad():
                 self.matrix.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
             nn.init.zeros_(self.bias)
 
     def affine(self, windows: Windows) -> tuple[Tensor, Tensor] | None:
-        """(A, b) of the windows' share of the heads, for a map that has them."""
+        """Return (A, b) of the head group of the windows, or None for a map without parameters."""
         matrix, bias = self.matrix, self.bias
         if matrix is None or bias is None:
             return None
-        return take_share(matrix, windows), take_share(bias, windows)
+        return take_head_group(matrix, windows), take_head_group(bias, windows)

@@ -2,35 +2,33 @@
 
 from typing import Any
 
-import torch
 from timm.layers import register_notrace_module
 from torch import Tensor
 
 from .. import ops
-from .layouts import Windows
-from .token_mixer import TokenMixer, padding_mask
+from .base_attention import BaseAttention
+from .layouts import Windows, padding_mask
 
 
 @register_notrace_module
-class HydraAttention(TokenMixer):
+class HydraAttention(BaseAttention):
     """Hydra attention: as many heads as channels.
 
     Args:
         dim: Channels.
         num_heads: Not used: each channel is a head.
-        **options: Those of TokenMixer.
+        **kwargs: Arguments of BaseAttention.
     """
 
-    def __init__(self, dim: int, num_heads: int, **options: Any) -> None:
-        super().__init__(dim, dim, **options)
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, dim, **kwargs)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
-        """See TokenMixer.mix."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
+        """See BaseAttention.attend."""
         return ops.hydra_attention(q, k, v, mask=padding_mask(k, windows))
 
-    @torch.jit.unused
-    def rows(
-        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
+    def attention_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, attn_mask: Tensor | None = None, first: int = 0
     ) -> Tensor:
-        """See TokenMixer.rows."""
-        return ops.hydra_weights(q, k, mask=padding_mask(k, windows), seen=seen)
+        """See BaseAttention.attention_weights."""
+        return ops.hydra_weights(q, k, mask=padding_mask(k, windows), attn_mask=attn_mask)

@@ -1,13 +1,13 @@
-"""How a map of tokens is cut into windows.
+"""How a map of tokens is split into windows.
 
-A layout is a rule from the size of the map to the windows that the heads see. All layouts come down to rectangles,
-so one pair of functions cuts and merges for all of them:
+A layout is a rule from the size of the map to the windows that each group of heads attends within. All windows are
+rectangles, so one pair of functions partitions and reverses for all layouts:
 
 - WholeMap: one window, the map itself (DeiT, PVT, InLine in general);
 - SquareWindows: squares, shifted by half a window in every second block (Swin);
-- CrossStripes: the first half of the heads sees upright stripes, the second half lying ones (CSWin).
+- CrossStripes: vertical stripes for the first half of the heads, horizontal ones for the second (CSWin).
 
-Maps that the windows do not divide are padded at the bottom and on the right; `window_mask` says which tokens are real.
+Maps that are not a multiple of the windows are padded at the bottom and on the right; `window_mask` marks real tokens.
 """
 
 from typing import NamedTuple
@@ -18,34 +18,34 @@ from torch import Tensor, nn
 
 
 class Windows(NamedTuple):
-    """How one map is cut for one of the equal shares of the heads (most layouts give all heads one share)."""
+    """How one map is split for one of the equally large head groups (most layouts have a single head group)."""
 
     map_height: int
     map_width: int
     height: int
     width: int
-    # How far the map is rolled before it is cut.
+    # How far the map is rolled before it is partitioned.
     shift_up: int
     shift_left: int
-    share: int
-    shares: int
+    head_group: int
+    num_head_groups: int
 
 
 class WholeMap(nn.Module):
     """One window: the map."""
 
-    # Into how many equal shares the heads are divided, at the most.
-    shares = 1
+    # Maximum number of head groups.
+    num_head_groups = 1
 
-    def forward(self, size: tuple[int, int]) -> list[Windows]:
-        """The windows of each share of the heads, for a map of this size."""
-        return [Windows(size[0], size[1], size[0], size[1], 0, 0, 0, 1)]
+    def forward(self, feat_size: tuple[int, int]) -> list[Windows]:
+        """Return the windows of each head group, for a map of size (H, W)."""
+        return [Windows(feat_size[0], feat_size[1], feat_size[0], feat_size[1], 0, 0, 0, 1)]
 
 
 class SquareWindows(nn.Module):
     """Squares of window_size tokens; along an axis that the window covers, it becomes the map, unshifted."""
 
-    shares = 1
+    num_head_groups = 1
 
     def __init__(self, window_size: int, *, shifted: bool) -> None:
         super().__init__()
@@ -54,18 +54,18 @@ class SquareWindows(nn.Module):
         self.window_size = window_size
         self.shift = window_size // 2 if shifted else 0
 
-    def forward(self, size: tuple[int, int]) -> list[Windows]:
-        """The windows of each share of the heads, for a map of this size."""
-        height, width = min(self.window_size, size[0]), min(self.window_size, size[1])
-        shift_up = self.shift if height < size[0] else 0
-        shift_left = self.shift if width < size[1] else 0
-        return [Windows(size[0], size[1], height, width, shift_up, shift_left, 0, 1)]
+    def forward(self, feat_size: tuple[int, int]) -> list[Windows]:
+        """Return the windows of each head group, for a map of size (H, W)."""
+        height, width = min(self.window_size, feat_size[0]), min(self.window_size, feat_size[1])
+        shift_up = self.shift if height < feat_size[0] else 0
+        shift_left = self.shift if width < feat_size[1] else 0
+        return [Windows(feat_size[0], feat_size[1], height, width, shift_up, shift_left, 0, 1)]
 
 
 class CrossStripes(nn.Module):
     """Stripes of the map's full height for the first half of the heads, of its full width for the second."""
 
-    shares = 2
+    num_head_groups = 2
 
     def __init__(self, stripe_width: int) -> None:
         super().__init__()
@@ -73,31 +73,32 @@ class CrossStripes(nn.Module):
             raise ValueError(f"stripe_width must be at least 1, but it is {stripe_width}")
         self.stripe_width = stripe_width
 
-    def forward(self, size: tuple[int, int]) -> list[Windows]:
-        """The windows of each share of the heads, for a map of this size."""
-        if self.stripe_width >= max(size[0], size[1]):
-            # Two halves of the heads that both see the map are all heads that see the map.
-            return [Windows(size[0], size[1], size[0], size[1], 0, 0, 0, 1)]
+    def forward(self, feat_size: tuple[int, int]) -> list[Windows]:
+        """Return the windows of each head group, for a map of size (H, W)."""
+        height, width = feat_size[0], feat_size[1]
+        if self.stripe_width >= max(height, width):
+            # Both halves of the heads attend to the whole map: a single head group.
+            return [Windows(height, width, height, width, 0, 0, 0, 1)]
         return [
-            Windows(size[0], size[1], size[0], min(self.stripe_width, size[1]), 0, 0, 0, 2),
-            Windows(size[0], size[1], min(self.stripe_width, size[0]), size[1], 0, 0, 1, 2),
+            Windows(height, width, height, min(self.stripe_width, width), 0, 0, 0, 2),
+            Windows(height, width, min(self.stripe_width, height), width, 0, 0, 1, 2),
         ]
 
 
 def covers_map(windows: Windows) -> bool:
-    """Whether there is just one window, so that nothing needs to be cut."""
+    """Return whether there is just one window, so that nothing needs to be partitioned."""
     return windows.height >= windows.map_height and windows.width >= windows.map_width
 
 
 def padded_size(windows: Windows) -> tuple[int, int]:
-    """The map's size, rounded up to whole windows."""
+    """Return the size of the map, rounded up to whole windows."""
     rows = (windows.map_height + windows.height - 1) // windows.height
     columns = (windows.map_width + windows.width - 1) // windows.width
     return rows * windows.height, columns * windows.width
 
 
 def window_partition(x: Tensor, windows: Windows) -> Tensor:
-    """Tokens (batch, H·W, channels) to windows (batch · windows, tokens of a window, channels)."""
+    """Split tokens (batch, H·W, channels) into windows (batch · windows, tokens of a window, channels)."""
     if covers_map(windows):
         return x
     channels = x.shape[2]
@@ -112,7 +113,7 @@ def window_partition(x: Tensor, windows: Windows) -> Tensor:
 
 
 def window_reverse(x: Tensor, windows: Windows) -> Tensor:
-    """The inverse of window_partition; padding is dropped."""
+    """Invert window_partition; padding is dropped."""
     if covers_map(windows):
         return x
     channels = x.shape[2]
@@ -125,8 +126,33 @@ def window_reverse(x: Tensor, windows: Windows) -> Tensor:
     return x.reshape(-1, windows.map_height * windows.map_width, channels)
 
 
+def partition_heads(qkv: Tensor, windows: Windows, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the projected tokens of one head group into queries, keys and values of its windows.
+
+    Args:
+        qkv: (batch, prefix + H·W, 3 · channels of all heads). With prefix tokens, the window must cover the map.
+        windows: The head group and its windows.
+        num_heads: Number of all heads.
+
+    Returns:
+        q, k and v (batch · windows, heads of the group, tokens of a window, width). Padding is zero.
+    """
+    batch, tokens, channels = qkv.shape
+    heads, width = num_heads // windows.num_head_groups, channels // (3 * num_heads)
+    qkv = qkv.view(batch, tokens, 3, num_heads, width)
+    group = qkv[:, :, :, windows.head_group * heads : (windows.head_group + 1) * heads]
+    group = window_partition(group.flatten(2), windows)
+    q, k, v = group.view(-1, group.shape[1], 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """Join heads: (batch, heads, tokens, width) to (batch, tokens, heads · width)."""
+    return x.transpose(1, 2).flatten(2)
+
+
 def window_mask(windows: Windows, device: torch.device) -> Tensor | None:
-    """Which tokens of each window are real: (windows, tokens), True = real; None where nothing is padded."""
+    """Return which tokens of each window are real: (windows, tokens), True = real; None if nothing is padded."""
     height, width = padded_size(windows)
     if height == windows.map_height and width == windows.map_width:
         return None
@@ -134,10 +160,16 @@ def window_mask(windows: Windows, device: torch.device) -> Tensor | None:
     return window_partition(real, windows).squeeze(-1) > 0
 
 
-def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
-    """Which tokens of a window were neighbours before the map was rolled: (windows, tokens, tokens); None if unrolled.
+def padding_mask(k: Tensor, windows: Windows) -> Tensor | None:
+    """Return window_mask for each window of k (batch · windows, heads, tokens, width): (batch · windows, tokens)."""
+    mask = window_mask(windows, k.device)
+    return None if mask is None else mask.repeat(k.shape[0] // mask.shape[0], 1)
 
-    Rolling brings the map's top rows below its bottom ones. They share a window, but they must not see each other.
+
+def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
+    """Return which tokens were neighbours before the map was rolled: (windows, tokens, tokens); None if it was not.
+
+    Rolling moves the map's top rows below its bottom ones. They share a window, but must not attend to each other.
     """
     if windows.shift_up == 0 and windows.shift_left == 0:
         return None
@@ -150,9 +182,23 @@ def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
     return side[:, :, None] == side[:, None, :]
 
 
-def take_share(x: Tensor | None, windows: Windows) -> Tensor:
-    """The part of a parameter, along its first dimension, that belongs to the windows' share of the heads."""
-    # torch declares biases as optional; ours are all there.
+def window_means(x: Tensor, windows: Windows) -> Tensor:
+    """Return the mean of each window's real tokens: (batch, tokens, channels) to (batch · windows, channels)."""
+    if covers_map(windows):
+        return x.mean(dim=1)
+    # Padding is zero, so the mean over all places is too small by the fraction of real ones. No sum is computed: it
+    # might overflow in float16.
+    means = window_partition(x, windows).mean(dim=1)
+    mask = window_mask(windows, x.device)
+    if mask is None:
+        return means
+    fraction = mask.to(x.dtype).mean(dim=1)
+    return (means.view(-1, mask.shape[0], x.shape[2]) / fraction[:, None]).view(-1, x.shape[2])
+
+
+def take_head_group(x: Tensor | None, windows: Windows) -> Tensor:
+    """Return the part of a parameter, along its first dimension, that belongs to the head group of the windows."""
+    # torch declares biases as optional; ours always exist.
     assert x is not None
-    length = x.shape[0] // windows.shares
-    return x[windows.share * length : (windows.share + 1) * length]
+    length = x.shape[0] // windows.num_head_groups
+    return x[windows.head_group * length : (windows.head_group + 1) * length]

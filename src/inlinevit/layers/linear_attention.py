@@ -2,43 +2,41 @@
 
 from typing import Any, ClassVar
 
-import torch
 from timm.layers import register_notrace_module
 from torch import Tensor
 
 from .. import ops
+from .base_attention import BaseAttention
 from .feature_map import FeatureMap
-from .layouts import Windows
-from .token_mixer import TokenMixer, padding_mask
+from .layouts import Windows, padding_mask
 
 
 @register_notrace_module
-class LinearAttention(TokenMixer):
-    """Linear attention, the rival that InLine mends.
+class LinearAttention(BaseAttention):
+    """Linear attention, the baseline that InLine attention improves on.
 
     Args:
         dim: Channels.
         num_heads: Heads; they divide the channels.
         feature_map: φ, one of ops.FEATURE_MAPS.
-        **options: Those of TokenMixer.
+        **kwargs: Arguments of BaseAttention.
     """
 
-    own_options: ClassVar[tuple[str, ...]] = ("feature_map",)
+    attn_kwargs_names: ClassVar[tuple[str, ...]] = ("feature_map",)
 
-    def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **options: Any) -> None:
-        super().__init__(dim, num_heads, **options)
-        factory = {"device": options.get("device"), "dtype": options.get("dtype")}
+    def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        factory = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}
         self.feature_map = FeatureMap(feature_map, num_heads, self.head_dim, **factory)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
-        """See TokenMixer.mix."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
+        """See BaseAttention.attend."""
         phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(k, windows)
         return ops.linear_attention(q, k, v, feature_map=phi, affine=affine, mask=mask)
 
-    @torch.jit.unused
-    def rows(
-        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, seen: Tensor | None = None, first: int = 0
+    def attention_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, attn_mask: Tensor | None = None, first: int = 0
     ) -> Tensor:
-        """See TokenMixer.rows."""
+        """See BaseAttention.attention_weights."""
         phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(k, windows)
-        return ops.linear_weights(q, k, feature_map=phi, affine=affine, mask=mask, seen=seen)
+        return ops.linear_weights(q, k, feature_map=phi, affine=affine, mask=mask, attn_mask=attn_mask)

@@ -1,4 +1,4 @@
-"""An MLP that looks at neighbours."""
+"""An MLP with a depthwise convolution."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 @register_notrace_module
 class LocalMlp(nn.Module):
-    """linear → depthwise 3×3 convolution over the map → GELU → linear. Prefix tokens pass the convolution by.
+    """linear → depthwise 3×3 convolution over the map → GELU → linear. Prefix tokens skip the convolution.
 
     Args:
         dim: Channels.
@@ -31,12 +31,12 @@ class LocalMlp(nn.Module):
         self.drop = nn.Dropout(drop)
         self.fc2 = nn.Linear(hidden_dim, dim, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        """Tokens (batch, prefix + H·W, dim) to the same, for a map of size (H, W); (0, 0) if there is none."""
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Map tokens (batch, prefix + H·W, dim) to the same shape; feat_size is (H, W), or (0, 0) without a map."""
         x = self.fc1(x)
-        prefix = x.shape[1] - size[0] * size[1]
+        prefix = x.shape[1] - feat_size[0] * feat_size[1]
         if prefix < x.shape[1]:
-            maps = x[:, prefix:].unflatten(1, (size[0], size[1])).permute(0, 3, 1, 2)
+            maps = x[:, prefix:].unflatten(1, (feat_size[0], feat_size[1])).permute(0, 3, 1, 2)
             convolved = self.conv(maps).permute(0, 2, 3, 1).flatten(1, 2)
             x = convolved if prefix == 0 else torch.cat([x[:, :prefix], convolved], dim=1)
         return self.drop(self.fc2(self.drop(F.gelu(x))))

@@ -1,4 +1,4 @@
-"""The contract of timm's models, kept once for all four families."""
+"""The interface of timm's models, implemented once for all four families."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -8,7 +8,6 @@ from timm.layers import global_pool_nlc, register_notrace_function, trunc_normal
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..layers import PositionEmbedding
 from ._arguments import check_arguments
 from ._checkpoint import load_checkpoint
 from ._stage import Stage, grid_of, tokens_to_map
@@ -22,7 +21,7 @@ LOCAL_RESIDUAL_NAMES = (
 
 @register_notrace_function
 def as_image(x: Tensor, in_chans: int) -> Tensor:
-    """x, if it is a batch of images (batch, in_chans, H, W) in floating point."""
+    """Return x, or raise ValueError if it is not a floating-point batch of images (batch, in_chans, H, W)."""
     if x.dim() != 4 or x.shape[1] != in_chans:
         raise ValueError(f"expected images of shape (batch, {in_chans}, height, width), but got {x.shape}")
     if not x.is_floating_point():
@@ -31,28 +30,28 @@ def as_image(x: Tensor, in_chans: int) -> Tensor:
 
 
 def make_head(dim: int, num_classes: int, **factory: Any) -> nn.Module:
-    """A classifier, or nothing for 0 classes."""
+    """Return a linear classifier, or nn.Identity for 0 classes."""
     return nn.Linear(dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
 
 
 class Backbone(nn.Module):
-    """Stages, a norm and a head, behaving as timm's models do.
+    """Stages, a norm and a head, with the interface of timm's models.
 
     Args:
         stages: The stages, from fine to coarse.
         norm: The norm of the last stage's tokens.
         dims: Channels of each stage.
-        reductions: Pixels for each token of each stage, along an axis.
+        reductions: Stride of each stage, in pixels per token.
         num_classes: Width of the head; 0 = none.
         in_chans: Channels of the images.
         global_pool: "avg" over the map, "token" for the class token, or "" for none.
         drop_rate: Dropout before the head.
     """
 
-    # From published names to ours: (regular expression, replacement), all applied in turn. Several published parameters
-    # may be parts of one of ours; their names then end in #0, #1, ….
+    # From published names to ours: (regular expression, replacement), all applied in order. Several published
+    # parameters may be parts of one of ours; their names then end in #0, #1, ….
     published_names: tuple[tuple[str, str], ...] = ()
-    # The levels that `features_only=True` gives if none are named.
+    # The default levels of `features_only=True`.
     default_out_indices: int | tuple[int, ...] = (0, 1, 2, 3)
 
     def __init__(
@@ -86,21 +85,17 @@ class Backbone(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.global_pool = self._check_pool(global_pool)
         self.head = make_head(dims[-1], num_classes, device=device, dtype=dtype)
-        # Set by optimize_for_inference: in the last block, compute the class token alone if the head sees no other.
-        self.saves_last_block = False
         self.init_weights(needs_reset=False)
 
-    @torch.jit.ignore
     def stage_list(self) -> list[Stage]:
-        """The stages, from fine to coarse."""
+        """Return the stages, from fine to coarse."""
         return cast(list[Stage], list(self.stages))
 
-    @torch.jit.ignore
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Draw all parameters anew, linear layers from a truncated normal.
+        """Initialise all parameters, linear layers from a truncated normal distribution.
 
         Args:
-            needs_reset: Whether the parameters other than those of linear layers hold nothing yet, as after to_empty().
+            needs_reset: Whether parameters other than those of linear layers are uninitialised, as after to_empty().
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -110,63 +105,51 @@ class Backbone(nn.Module):
             elif needs_reset and hasattr(module, "reset_parameters"):
                 cast(Any, module).reset_parameters()
 
-    @torch.jit.ignore
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """timm's hook for weights in a form of our own: read them safely, under published names or ours."""
+        """Load weights for timm (its hook for custom formats): safely, under published names or ours."""
         load_checkpoint(self, checkpoint_path)
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Parameters with more than one dimension that are not to decay (timm leaves out vectors by itself)."""
+        """Return the parameters with several dimensions that have no weight decay (timm excludes vectors itself)."""
         suffixes = (
-            "class_token",
-            "positions.table",
+            "cls_token",
+            "pos_embed",
             "relative_position_bias_table",
             "feature_map.bias",
             "attn.spread",
         )
         return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers for layer-wise learning rates: the first embedding, then a layer a block (or a stage, if coarse)."""
+        """Return the layers for layer-wise learning rates: the stem, then one per block (or per stage, if coarse)."""
         return {
-            "stem": r"^stages\.0\.(?:embed|positions|class_token)",
+            "stem": r"^stages\.0\.(?:patch_embed|pos_embed|cls_token)",
             "blocks": r"^stages\.(\d+)"
             if coarse
             else [
-                (r"^stages\.(\d+)\.(?:embed|positions|class_token)", (0,)),
+                (r"^stages\.(\d+)\.(?:downsample|pos_embed|cls_token)", (0,)),
                 (r"^stages\.(\d+)\.blocks\.(\d+)", None),
                 (r"^norm", (99999,)),
             ],
         }
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass instead of keeping their activations."""
+        """Recompute blocks in the backward pass instead of storing their activations."""
         for stage in self.stage_list():
             stage.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Keep learned positions for another input size from now on. Inputs of any size work without this, too."""
+        """Learn positions for another input size from now on. Inputs of any size work without this, too."""
         check_arguments({"img_size": img_size}, {"img_size": int | tuple[int, int]})
         for stage, reduction in zip(self.stage_list(), self.reductions, strict=True):
-            if stage.positions is not None:
-                before = stage.positions.grid
-                # Attention may have learned positions of its own, for the map or for windows.
-                for module in stage.modules():
-                    if isinstance(module, PositionEmbedding) and module.grid == before:
-                        module.set_grid(grid_of(img_size, reduction))
+            stage.set_grid(grid_of(img_size, reduction))
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.head
 
-    @torch.jit.ignore
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Give the model a new head (0 = none), and another pooling if one is named."""
+        """Replace the head (0 classes = no head), and the pooling if one is given."""
         check_arguments({"num_classes": num_classes}, {"num_classes": int})
         self.num_classes = num_classes
         if global_pool is not None:
@@ -182,15 +165,15 @@ class Backbone(nn.Module):
         return global_pool
 
     def normalize(self, x: Tensor) -> Tensor:
-        """The norm of the last stage's output, a map (batch, dim, H, W) or tokens (batch, prefix + H·W, dim)."""
+        """Apply the norm to the last map (batch, dim, H, W), or to the last tokens (batch, prefix + H·W, dim)."""
         return self.norm(x) if self.num_prefix_tokens > 0 else self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images (batch, in_chans, H, W) to the last map (batch, dim, H', W'), or with a class token to its tokens."""
+        """Map images (batch, in_chans, H, W) to the last map (batch, dim, H', W') or, with a class token, to tokens."""
         return self.normalize(self.stages(as_image(x, self.in_chans)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Features to logits (batch, num_classes), or to what goes into the head."""
+        """Map features to logits (batch, num_classes), or to the input of the head."""
         if self.num_prefix_tokens > 0:
             x = global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
         elif self.global_pool == "avg":
@@ -202,21 +185,9 @@ class Backbone(nn.Module):
         return self.head(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if is_map else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (batch, in_chans, H, W) to logits (batch, num_classes)."""
-        if not torch.jit.is_scripting() and self.saves_last_block and self.global_pool == "token":
-            return self.forward_head(self.forward_class_token(x))
+        """Map images (batch, in_chans, H, W) to logits (batch, num_classes)."""
         return self.forward_head(self.forward_features(x))
 
-    @torch.jit.ignore
-    def forward_class_token(self, x: Tensor) -> Tensor:
-        """forward_features, but the class token alone: (batch, 1, dim)."""
-        *before, last = self.stage_list()
-        x = as_image(x, self.in_chans)
-        for stage in before:
-            x = stage(x)
-        return self.norm(last.forward_tokens(x, [], prefix_only=True)[0])
-
-    @torch.jit.ignore
     def forward_intermediates(
         self,
         x: Tensor,
@@ -226,15 +197,15 @@ class Backbone(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The maps of the levels in feature_info: those after the stages, or in a plain transformer after the blocks.
+        """Return the maps of the levels in feature_info: after the stages or, in a plain transformer, after the blocks.
 
         Args:
             x: Images (batch, in_chans, H, W).
-            indices: Which levels: the last n, a list, or all.
+            indices: The last n levels, a list of levels, or all.
             norm: Apply the last norm to the maps that it fits.
-            stop_early: Leave out what comes after the last level asked for.
+            stop_early: Skip everything after the last requested level.
             output_fmt: "NCHW", or "NLC" for the map's tokens.
-            intermediates_only: Return the maps alone, not the features too.
+            intermediates_only: Return only the maps, not the features.
 
         Returns:
             The maps, or (features, maps).
@@ -247,31 +218,28 @@ class Backbone(nn.Module):
             maps = [level.flatten(2).transpose(1, 2) for level in maps]
         return maps if intermediates_only else (x, maps)
 
-    @torch.jit.ignore
     def forward_levels(self, x: Tensor, take: list[int], last: int | None, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Features and the maps to take, (batch, dim, H, W); levels after `last` are left out."""
+        """Return the features and the maps of the levels to take, (batch, dim, H, W), up to the level `last`."""
         maps = []
         stages = self.stage_list()
         for i, stage in enumerate(stages if last is None else stages[: last + 1]):
-            tokens, size, _ = stage.forward_tokens(x, [])
+            tokens, feat_size, _ = stage.forward_tokens(x)
             normed = self.norm(tokens) if i == len(stages) - 1 else tokens
             if i in take:
-                maps.append(tokens_to_map(normed if norm else tokens, size, stage.num_prefix_tokens))
-            x = normed if stage.num_prefix_tokens > 0 else tokens_to_map(normed, size, 0)
+                maps.append(tokens_to_map(normed if norm else tokens, feat_size, stage.num_prefix_tokens))
+            x = normed if stage.num_prefix_tokens > 0 else tokens_to_map(normed, feat_size, 0)
         return x, maps
 
-    @torch.jit.ignore
     def keep_levels(self, count: int) -> None:
-        """Drop the levels after the first `count`; the norm fits the last level only."""
+        """Drop the levels after the first `count`; the norm only fits the last level."""
         if count < len(self.stages):
             self.norm = nn.Identity()
         self.stages, self.reductions = self.stages[:count], self.reductions[:count]
 
-    @torch.jit.ignore
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop what the maps of these levels do not need; returns the indices of the levels."""
+        """Drop what the maps of these levels do not need; return the indices of the levels."""
         take, last = feature_take_indices(len(self.feature_info), indices)
         self.keep_levels(last + 1)
         self.feature_info = self.feature_info[: last + 1]

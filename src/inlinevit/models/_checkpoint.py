@@ -11,13 +11,13 @@ from timm.layers import resize_rel_pos_bias_table_simple
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from ..layers import PositionEmbedding
-from ..layers.embed import resize_positions
+from ..layers import ResamplePosEmbed
+from ..layers.embed import resample_pos_embed
 from ._weight_files import FLOATS, WRAPPERS, classes_of_head, describe, one_line, read_state_dict
 
 # Buffers of published files, which our models compute.
 IGNORED_BUFFERS = ("relative_position_index", "attn_mask")
-FIRST_CONV = "stages.0.embed.proj.weight"
+FIRST_CONV = "stages.0.patch_embed.proj.weight"
 NAMES_SHOWN = 3
 
 
@@ -37,7 +37,7 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, new_head: bool = True
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is no checkpoint, is not safe, or belongs to another model; the model is left as it was.
+        ValueError: The file is not a checkpoint, is not safe, or belongs to another model; the model is not changed.
     """
     backbone = backbone_of(model)
     state_dict = _adapt_channels(adapt_state_dict(read_state_dict(path), backbone), backbone)
@@ -144,9 +144,9 @@ def adapt_state_dict(state_dict: dict[str, Tensor], model: Any) -> dict[str, Ten
         if name not in own or value.dtype not in FLOATS:
             # Reported with those of other shapes.
             pass
-        elif name.endswith("positions.table"):
-            positions = model.get_submodule(name.removesuffix(".table"))
-            value = _fit_positions(value, positions, square=published)
+        elif name.endswith("pos_embed"):
+            resample = model.get_submodule(name.rpartition(".")[0]).resample_pos_embed
+            value = _fit_positions(value, own[name], resample, square=published)
         elif name.endswith("relative_position_bias_table"):
             value = _fit_relative_positions(value, own[name])
         adapted[name] = value
@@ -187,29 +187,32 @@ def _join(name: str, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _fit_positions(table: Tensor, positions: PositionEmbedding, *, square: bool) -> Tensor:
-    """Position embeddings (1, prefix + H·W, dim), resized to the model's grid if they are of another.
+def _fit_positions(pos_embed: Tensor, own: Tensor, resample: ResamplePosEmbed, *, square: bool) -> Tensor:
+    """Resize position embeddings (1, prefix + H·W, dim) to the model's grid if they are of another one.
 
     Args:
-        table: The embeddings in the file.
-        positions: The model's.
-        square: Whether the file's grid is known to be square, as published ones are. Where it is not known, as many
-            positions as the model has are taken to be of its grid, and others to be of a square.
+        pos_embed: The embeddings in the file.
+        own: The model's.
+        resample: The model's grid and interpolation.
+        square: Whether the file's grid is known to be square, as published ones are. Otherwise, as many positions as
+            the model has are assumed to be of its grid, and any other number to be of a square.
     """
-    height, width = positions.grid
-    count = table.shape[1] - positions.num_prefix_tokens if table.dim() == 3 else 0
+    height, width = resample.grid
+    count = pos_embed.shape[1] - resample.num_prefix_tokens if pos_embed.dim() == 3 else 0
     side = isqrt(max(count, 0))
     # No square: it is of the model's grid, or the wrong shape is reported with those of other parameters.
-    if side == 0 or side**2 != count or table.shape[::2] != positions.table.shape[::2]:
-        return table
+    if side == 0 or side**2 != count or pos_embed.shape[::2] != own.shape[::2]:
+        return pos_embed
     if count == height * width and height != width and not square:
         warnings.warn(
             f"the file does not say whether its {count} positions are of a grid of {height} × {width}, as the model's, "
             f"or {side} × {side}: the former is assumed",
             stacklevel=2,
         )
-        return table
-    return resize_positions(table, (side, side), positions.grid, positions.num_prefix_tokens, positions.interpolation)
+        return pos_embed
+    return resample_pos_embed(
+        pos_embed, (side, side), resample.grid, resample.num_prefix_tokens, resample.interpolation
+    )
 
 
 def _fit_relative_positions(table: Tensor, own: Tensor) -> Tensor:

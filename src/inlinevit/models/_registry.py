@@ -1,4 +1,4 @@
-"""What timm's registry wants to know of a model, and how it builds one."""
+"""Default configs of models for timm's registry, and how it builds them."""
 
 from typing import Any, TypeVar
 
@@ -12,13 +12,13 @@ BackboneT = TypeVar("BackboneT", bound=Backbone)
 
 
 def default_cfg(name: str = "", file_id: str = "", size: int = 224, **overrides: Any) -> dict[str, Any]:
-    """What timm wants to know of a model's weights and data.
+    """Return what timm needs to know about the weights and data of a model.
 
     Args:
-        name: The model's name, which the downloaded file gets.
-        file_id: Where the published weights lie; "" if there are none.
-        size: Side of the images that the model is made for.
-        **overrides: Entries that differ.
+        name: Name of the model, and of the downloaded file.
+        file_id: Identifier of the published weights; "" if there are none.
+        size: Input size of the model.
+        **overrides: Entries with other values.
     """
     return {
         "url": (f"https://cloud.tsinghua.edu.cn/f/{file_id}/?dl=1", f"{name}.pth") if file_id else None,
@@ -27,13 +27,13 @@ def default_cfg(name: str = "", file_id: str = "", size: int = 224, **overrides:
         "num_classes": 1000,
         "input_size": (3, size, size),
         "pool_size": (size // 32, size // 32),
-        # At 384 images are resized straight to the input size; elsewhere the middle of a larger one is taken.
+        # At 384 images are resized to the input size; at other sizes the centre of a larger image is cropped.
         "crop_pct": 1.0 if size == 384 else 224 / 256,
         "crop_mode": "squash" if size == 384 else "center",
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "stages.0.embed.proj",
+        "first_conv": "stages.0.patch_embed.proj",
         "classifier": "head",
         "license": "apache-2.0",
         "paper_ids": "arXiv:2412.06590",
@@ -44,14 +44,14 @@ def default_cfg(name: str = "", file_id: str = "", size: int = 224, **overrides:
 def create(
     model_class: type[BackboneT], variant: str, pretrained: bool, defaults: dict[str, Any], given: dict[str, Any]
 ) -> BackboneT:
-    """What timm's registry calls: build a variant, with weights if they are wanted.
+    """Build a variant for timm's registry, with published weights on request.
 
     Args:
         model_class: The family.
         variant: The model's name.
         pretrained: Whether to load the published weights.
-        defaults: Arguments that make the variant.
-        given: Arguments of the user, which prevail.
+        defaults: Arguments that define the variant.
+        given: Arguments of the user, which take precedence.
     """
     return build_model_with_cfg(
         model_class,

@@ -1,4 +1,4 @@
-"""Stages: an embedding, then blocks, whose attention is named by words."""
+"""Stages of a model: patch embedding or downsampling, then blocks."""
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -9,24 +9,24 @@ from timm.layers import calculate_drop_path_rates, to_2tuple, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
-from ..layers import ATTENTIONS, Block, PositionEmbedding, SquareWindows, TokenMixer, WholeMap
+from ..layers import ATTENTIONS, BaseAttention, Block, FocusedAttention, ResamplePosEmbed, SquareWindows, WholeMap
 from ..utils.validation import check_value
 from ._arguments import MOST_CHANNELS
 
-# A stage's attention: a word for all its blocks, or words for its first blocks, of which the last word goes on.
+# The attention of a stage: one name for all blocks, or names for the first blocks, the last of which is repeated.
 StageAttention = str | Sequence[str]
 
 
 def attention_by_stage(attention: str | Sequence[StageAttention], depths: Sequence[int]) -> list[list[str]]:
-    """Spell out the attention of every block.
+    """Return the name of the attention of every block.
 
     Args:
-        attention: One word for the whole model, or an entry a stage: a word, or a tuple of words for the stage's
-            first blocks, the last of which goes on to the end: ("inline", "inline", ("inline", "softmax"), "softmax").
+        attention: One name for the whole model, or one entry per stage: a name, or a tuple of names for the first
+            blocks of the stage, the last of which is repeated: ("inline", "inline", ("inline", "softmax"), "softmax").
         depths: Blocks of each stage.
 
     Returns:
-        A list of words for each stage, a word for each block.
+        A list of names per stage, one for each block.
     """
     stages = [attention] * len(depths) if isinstance(attention, str) else list(attention)
     if len(stages) != len(depths):
@@ -46,22 +46,25 @@ def attention_by_stage(attention: str | Sequence[StageAttention], depths: Sequen
 
 
 class Stage(nn.Module):
-    """An embedding of the map before, and blocks that keep its size.
+    """Patch embedding (first stage) or downsampling (later stages), and blocks that keep the size of the map.
 
     Args:
-        embed: (batch, channels, H', W') to (batch, H, W, dim).
         blocks: The blocks.
-        positions: Learned positions, if the stage has any.
-        class_token: Whether a learned token goes before the map.
+        dim: Channels.
+        patch_embed: For the first stage: images (batch, channels, H', W') to tokens (batch, H, W, dim).
+        downsample: For later stages: the previous map (batch, channels, H', W') to tokens (batch, H, W, dim).
+        resample_pos_embed: Resizes the learned positions, if the stage has any.
+        class_token: Whether there is a learned token before the map.
     """
 
     def __init__(
         self,
-        embed: nn.Module,
         blocks: Sequence[nn.Module],
         *,
         dim: int,
-        positions: PositionEmbedding | None = None,
+        patch_embed: nn.Module | None = None,
+        downsample: nn.Module | None = None,
+        resample_pos_embed: ResamplePosEmbed | None = None,
         class_token: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -69,91 +72,104 @@ class Stage(nn.Module):
         super().__init__()
         self.num_prefix_tokens = 1 if class_token else 0
         self.grad_checkpointing = False
-        self.embed = embed
-        self.class_token = nn.Parameter(torch.empty(1, 1, dim, device=device, dtype=dtype)) if class_token else None
-        self.positions = positions
+        self.patch_embed = patch_embed
+        self.downsample = downsample
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim, device=device, dtype=dtype)) if class_token else None
+        self.resample_pos_embed = resample_pos_embed
+        self.pos_embed: nn.Parameter | None = None
+        if resample_pos_embed is not None:
+            pos_embed = torch.empty(1, resample_pos_embed.num_tokens, dim, device=device, dtype=dtype)
+            self.pos_embed = nn.Parameter(pos_embed)
         self.blocks = nn.ModuleList(blocks)
         self.reset_parameters()
 
-    @torch.jit.ignore
     def reset_parameters(self) -> None:
-        """Draw the class token anew; the modules within have a reset of their own."""
-        if self.class_token is not None:
-            trunc_normal_(self.class_token, std=0.02)
+        """Initialise the class token and the positions; child modules have their own reset_parameters."""
+        for parameter in (self.cls_token, self.pos_embed):
+            if parameter is not None:
+                trunc_normal_(parameter, std=0.02)
 
     def embed_tokens(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """The tokens before the first block, (batch, prefix + H·W, dim), and (H, W)."""
-        x = self.embed(x)
+        """Return the tokens before the first block, (batch, prefix + H·W, dim), and (H, W)."""
+        if self.patch_embed is not None:
+            x = self.patch_embed(x)
+        if self.downsample is not None:
+            x = self.downsample(x)
         batch, height, width, dim = x.shape
         x = x.reshape(batch, height * width, dim)
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(batch, -1, -1), x], dim=1)
-        if self.positions is not None:
-            x = self.positions(x, (height, width))
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(batch, -1, -1), x], dim=1)
+        if self.resample_pos_embed is not None and self.pos_embed is not None:
+            x = x + self.resample_pos_embed(self.pos_embed, (height, width))
         return x, (height, width)
 
     def forward_tokens(
-        self, x: Tensor, take: list[int], last: int | None = None, prefix_only: bool = False
+        self, x: Tensor, take: Sequence[int] = (), last: int | None = None
     ) -> tuple[Tensor, tuple[int, int], list[Tensor]]:
         """Run the blocks.
 
         Args:
-            x: The map before, (batch, channels, H', W').
-            take: Blocks whose tokens are wanted.
+            x: The images, or the map of the stage before, (batch, channels, H', W').
+            take: Blocks whose tokens are returned.
             last: The last block to run; all of them by default.
-            prefix_only: Whether the last block of the stage need but tell the prefix tokens.
 
         Returns:
             Tokens (batch, prefix + H·W, dim), (H, W), and the tokens after each block to take.
         """
-        x, size = self.embed_tokens(x)
+        x, feat_size = self.embed_tokens(x)
         taken: list[Tensor] = []
-        for i, block in enumerate(self.blocks):
-            # No break: TorchScript unrolls this loop.
-            if last is None or i <= last:
-                block_prefix_only = prefix_only and i == len(self.blocks) - 1
-                if self.grad_checkpointing and not torch.jit.is_scripting():
-                    x = checkpoint(block, x, size, block_prefix_only)
-                else:
-                    x = block(x, size, block_prefix_only)
-                if i in take:
-                    taken.append(x)
-        return x, size, taken
+        for i, block in enumerate(self.blocks if last is None else self.blocks[: last + 1]):
+            x = checkpoint(block, x, feat_size) if self.grad_checkpointing else block(x, feat_size)
+            if i in take:
+                taken.append(x)
+        return x, feat_size, taken
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, H', W') to (batch, dim, H, W), or with a class token to (batch, 1 + H·W, dim)."""
-        x, size, _ = self.forward_tokens(x, [])
-        return x if self.num_prefix_tokens > 0 else tokens_to_map(x, size, 0)
+        """Map (batch, channels, H', W') to (batch, dim, H, W), or with a class token to (batch, 1 + H·W, dim)."""
+        x, feat_size, _ = self.forward_tokens(x)
+        return x if self.num_prefix_tokens > 0 else tokens_to_map(x, feat_size, 0)
+
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Learn positions for another grid from now on, here and in attention that has learned the same grid."""
+        if self.resample_pos_embed is None:
+            return
+        before = self.resample_pos_embed.grid
+        for module in self.modules():
+            # Attention may have positions of its own, for the map or for windows.
+            if isinstance(module, Stage | FocusedAttention):
+                resample, pos_embed = module.resample_pos_embed, module.pos_embed
+                if resample is not None and pos_embed is not None and resample.grid == before:
+                    module.pos_embed = resample.set_grid(pos_embed, grid)
 
 
-def tokens_to_map(x: Tensor, size: tuple[int, int], num_prefix_tokens: int) -> Tensor:
-    """(batch, prefix + H·W, dim) to (batch, dim, H, W); a view."""
-    return x[:, num_prefix_tokens:].unflatten(1, size).permute(0, 3, 1, 2)
+def tokens_to_map(x: Tensor, feat_size: tuple[int, int], num_prefix_tokens: int) -> Tensor:
+    """View tokens (batch, prefix + H·W, dim) as a map (batch, dim, H, W)."""
+    return x[:, num_prefix_tokens:].unflatten(1, feat_size).permute(0, 3, 1, 2)
 
 
 def grid_of(img_size: int | tuple[int, int], reduction: int) -> tuple[int, int]:
-    """(H, W) of the map on which a token stands for reduction × reduction pixels."""
+    """Return (H, W) of the map with one token per reduction × reduction pixels, rounded up."""
     height, width = to_2tuple(img_size)
     return -(-height // reduction), -(-width // reduction)
 
 
-def check_attention_options(given: Mapping[str, Any], words: Sequence[Sequence[str]]) -> None:
-    """Refuse options that none of the attentions named by the words has, and values of other types than theirs."""
+def check_attn_kwargs(given: Mapping[str, Any], words: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError for arguments that none of the named attentions has, and for values of the wrong type."""
     kinds_named = {ATTENTIONS[word] for stage in words for word in stage}
-    known = {option for kind in kinds_named for option in kind.own_options}
+    known = {name for kind in kinds_named for name in kind.attn_kwargs_names}
     for name, value in given.items():
         for kind in kinds_named:
-            if name in kind.own_options:
+            if name in kind.attn_kwargs_names:
                 check_value(f"{name} in attn_kwargs", value, typing.get_type_hints(kind.__init__)[name])
         if name not in known:
             kinds = " and ".join(sorted({word for stage in words for word in stage}))
             choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out"
-            raise ValueError(f"{kinds} attention has no option {name!r} in attn_kwargs: {choice}")
+            raise ValueError(f"{kinds} attention has no argument {name!r} in attn_kwargs: {choice}")
 
 
 def make_stages(
     make_embed: Callable[[int], nn.Module],
-    make_attention: Callable[[type[TokenMixer], int, int, dict[str, Any]], TokenMixer],
+    make_attention: Callable[[type[BaseAttention], int, int, dict[str, Any]], BaseAttention],
     *,
     dims: Sequence[int],
     depths: Sequence[int],
@@ -164,49 +180,48 @@ def make_stages(
     drop_path_rate: float,
     norm_eps: float = 1e-5,
     context_before_norm: bool = False,
-    positions: Sequence[PositionEmbedding] | None = None,
+    resample_pos_embeds: Sequence[ResamplePosEmbed] | None = None,
     class_token: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Stage]:
-    """The stages of a model, from fine to coarse.
+    """Build the stages of a model, from fine to coarse.
 
     Args:
-        make_embed: From a stage's number to its embedding.
-        make_attention: From the kind of attention, the stage's number, the block's number in it and the kind's own
-            options to the attention.
+        make_embed: From the index of a stage to its patch embedding (stage 0) or downsampling.
+        make_attention: From the class of attention, the index of the stage, the index of the block in it and the
+            matching attn_kwargs to the attention.
         dims: Channels of each stage.
         depths: Blocks of each stage.
         attention: See attention_by_stage.
-        attn_kwargs: Options of the attentions' own; each gets those that it has.
-        mlp_ratios: Width of the MLPs of each stage, in channels.
+        attn_kwargs: Arguments of the attentions; each gets those that it has.
+        mlp_ratios: Hidden width of the MLPs of each stage, as a multiple of the channels.
         proj_drop_rate: Dropout in MLPs.
         drop_path_rate: Stochastic depth of the last block; it grows from 0 in the first.
         norm_eps: See Block.
         context_before_norm: See Block.
-        positions: Learned positions of each stage, if there are any.
+        resample_pos_embeds: For learned positions: one for each stage.
         class_token: Whether the last stage has a class token.
     """
     words = attention_by_stage(attention, depths)
     for stage, dim in enumerate(dims):
         if dim > MOST_CHANNELS:
             raise ValueError(
-                f"stage {stage} would have {dim} channels, but {MOST_CHANNELS} are the most: choose fewer channels for "
-                "the first stage, or fewer stages"
+                f"stage {stage} would have {dim} channels, but the maximum is {MOST_CHANNELS}: choose fewer channels "
+                "for the first stage, or fewer stages"
             )
     given = {} if attn_kwargs is None else dict(attn_kwargs)
-    check_attention_options(given, words)
+    check_attn_kwargs(given, words)
 
-    def own_options(kind: type[TokenMixer]) -> dict[str, Any]:
-        return {name: value for name, value in given.items() if name in kind.own_options}
+    def matching_kwargs(kind: type[BaseAttention]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name in kind.attn_kwargs_names}
 
     drop_paths = cast(list[list[float]], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True))
     return [
         Stage(
-            make_embed(stage),
             [
                 Block(
-                    make_attention(ATTENTIONS[word], stage, block, own_options(ATTENTIONS[word])),
+                    make_attention(ATTENTIONS[word], stage, block, matching_kwargs(ATTENTIONS[word])),
                     dim,
                     mlp_ratio=mlp_ratios[stage],
                     proj_drop=proj_drop_rate,
@@ -220,7 +235,9 @@ def make_stages(
                 for block, (word, drop_path) in enumerate(zip(words[stage], drop_paths[stage], strict=True))
             ],
             dim=dim,
-            positions=positions[stage] if positions is not None else None,
+            patch_embed=make_embed(0) if stage == 0 else None,
+            downsample=make_embed(stage) if stage > 0 else None,
+            resample_pos_embed=resample_pos_embeds[stage] if resample_pos_embeds is not None else None,
             class_token=class_token and stage == len(dims) - 1,
             device=device,
             dtype=dtype,
@@ -230,12 +247,12 @@ def make_stages(
 
 
 def check_stages(depths: Sequence[int], **by_stage: Sequence[Any] | None) -> None:
-    """Refuse arguments that do not have an entry for each stage."""
+    """Raise ValueError for arguments that do not have one entry per stage."""
     for name, entries in by_stage.items():
         if entries is not None and len(entries) != len(depths):
             raise ValueError(f"{name} must have an entry for each of the {len(depths)} stages, but it is {entries}")
 
 
 def square_windows(window_size: int | None, block: int) -> WholeMap | SquareWindows:
-    """Windows that shift in every second block, or the whole map if no size is given."""
+    """Return windows that are shifted in every second block, or the whole map if no size is given."""
     return WholeMap() if window_size is None else SquareWindows(window_size, shifted=block % 2 == 1)

@@ -1,9 +1,10 @@
-"""Models of ours and of timm's, by name: what all tasks need to know to make one."""
+"""Creates models of ours and of timm's by name, with weights from files, for all tasks."""
 
 import inspect
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..utils.memory import require_memory_for_images, require_memory_for_model
 from ..utils.validation import did_you_mean, require, shorten
 from ._weight_files import FLOATS, classes_of_head, describe, one_line, require_floats
 
-# What timm takes besides the arguments of a model: the commands see to these.
+# Arguments of timm.create_model that are not those of a model: the commands set them.
 NO_OPTIONS = {
     *inspect.signature(timm.create_model).parameters,
     *inspect.signature(build_model_with_cfg).parameters,
@@ -26,6 +27,7 @@ NO_OPTIONS = {
     "device",
     "dtype",
 }
+KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Arguments that say which weights a model gets.
 WEIGHT_ARGUMENTS = ("pretrained", "pretrained_cfg_overlay")
 
@@ -34,7 +36,7 @@ WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a model that neither we nor timm have, and name those that are called alike."""
+    """Refuse a name that neither we nor timm have, and suggest a similar one."""
     if ":" in name:
         # timm would fetch what such a name says, or read it from a folder.
         raise ValueError(
@@ -68,18 +70,18 @@ def create_model(
     own_words: dict[str, str],
     when_refused: Callable[[str], None] = lambda argument: None,
 ) -> nn.Module:
-    """A model, with those arguments that not all models take only where they are taken.
+    """Create a model, with those arguments that not all models take only where they are taken.
 
     Args:
-        name: What timm calls it.
-        arguments: What timm.create_model is given.
-        optional: What it is given as well, if the model takes it; None = nothing.
+        name: The name that timm knows.
+        arguments: Arguments of timm.create_model.
+        optional: More arguments, for models that take them; None = leave the argument out.
         options: The user's model.kwargs.
-        own_words: Arguments that must not stand there, each with the field of `model` that is for it.
-        when_refused: Is told the optional arguments that the model does not take.
+        own_words: Arguments that must not be among them, each with the field of `model` to set instead.
+        when_refused: Called with each optional argument that the model does not take.
 
     Raises:
-        ValueError: There is no such option.
+        ValueError: There is no such option, or the model cannot be created with it.
     """
     for option in options:
         if option in WEIGHT_OPTIONS:
@@ -88,55 +90,76 @@ def create_model(
             raise ValueError(f"{option} stands in model.kwargs: set model.{own_words[option]} instead")
         if option in NO_OPTIONS:
             raise ValueError(f"{option} stands in model.kwargs, but is not an option of a model: leave it out")
-    # timm passes over those that are None.
-    taken = dict(optional)
-    given = {**options, **{argument: value for argument, value in optional.items() if argument == "img_size" and value}}
-    if side := optional.get("img_size"):
-        require_memory_for_images(1, arguments.get("in_chans", 3), side, side, "choose a smaller img_size")
-    while True:
-        try:
-            if given:
-                weightless = {key: value for key, value in arguments.items() if key not in WEIGHT_ARGUMENTS}
-                require_memory_for_model(
-                    lambda: timm.create_model(name, **weightless, **taken, **options),  # noqa: B023
-                    f"{name} with {_listed(given)}",
-                    "choose smaller values",
-                )
-            return timm.create_model(name, **arguments, **taken, **options)
-        except (OSError, ValueError):
+    if img_size := optional.get("img_size"):
+        require_memory_for_images(1, arguments.get("in_chans", 3), img_size, img_size, "choose a smaller img_size")
+    wanted = {argument: value for argument, value in optional.items() if value is not None}
+    known = supported_arguments(name) if wanted or options else []
+    for argument in wanted.keys() - set(known):
+        when_refused(argument)
+        del wanted[argument]
+    given = {**options, **({"img_size": img_size} if "img_size" in wanted else {})}
+    try:
+        if given:
+            weightless = {key: value for key, value in arguments.items() if key not in WEIGHT_ARGUMENTS}
+            require_memory_for_model(
+                lambda: timm.create_model(name, **weightless, **wanted, **options),
+                f"{name} with {_listed(given)}",
+                "choose smaller values",
+            )
+        return timm.create_model(name, **arguments, **wanted, **options)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        unknown = [option for option in options if option not in known]
+        if isinstance(error, TypeError) and unknown:
+            choices = [argument for argument in known if argument not in own_words]
+            hint = did_you_mean(unknown[0], choices) or f"there are {', '.join(choices)}"
+            raise ValueError(f"{name} has no option {unknown[0]!r}, which stands in model.kwargs: {hint}") from error
+        # Models of timm's do not check their arguments, and fail somewhere on those that make no sense.
+        if not given or arguments.keys() & set(WEIGHT_ARGUMENTS):
             raise
-        except Exception as error:
-            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if refused is not None and refused[1] in options:
-                raise ValueError(_unknown_option(name, refused[1], own_words)) from error
-            if refused is not None and refused[1] in taken:
-                when_refused(refused[1])
-                del taken[refused[1]]
-                continue
-            # Models of timm's do not check their arguments: what they cannot be made with, they stumble over somewhere.
-            if not given or arguments.keys() & set(WEIGHT_ARGUMENTS):
-                raise
-            problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
-            raise ValueError(f"{name} cannot be made with {_listed(given)} ({problem}): correct them") from error
+        problem = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise ValueError(f"{name} cannot be made with {_listed(given)} ({problem}): correct them") from error
+
+
+@cache
+def supported_arguments(name: str) -> list[str]:
+    """Return the keyword arguments of a model's class, by the name that timm knows.
+
+    A class whose constructor passes others on, as **kwargs, takes those of the class it is derived from as well.
+    """
+    names: dict[str, None] = {}
+    for kind in _class_of(name).__mro__:
+        if kind is nn.Module:
+            break
+        if "__init__" in vars(kind):
+            parameters = inspect.signature(vars(kind)["__init__"]).parameters.values()
+            names |= {parameter.name: None for parameter in parameters if parameter.kind in KEYWORDS}
+            if not any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+                break
+    return [parameter for parameter in names if parameter != "self"]
+
+
+def _class_of(name: str) -> type[nn.Module]:
+    """The class of a model; entry points do not tell it, so the model is created on the meta device if it can be."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return type(timm.create_model(name))
+        except (RuntimeError, NotImplementedError):
+            return type(timm.create_model(name))
 
 
 def _listed(given: dict[str, Any]) -> str:
     return ", ".join(f"{option} {shorten(value)}" for option, value in given.items())
 
 
-def _unknown_option(name: str, option: str, own_words: dict[str, str]) -> str:
-    arguments = inspect.signature(type(timm.create_model(name))).parameters
-    known = [argument for argument in arguments if argument not in own_words]
-    hint = did_you_mean(option, known) or f"there are {', '.join(known)}"
-    return f"{name} has no option {option!r}, which stands in model.kwargs: {hint}"
-
-
 def create_published(name: str, create: Callable[[], nn.Module]) -> nn.Module:
-    """A model with its published weights.
+    """Create a model with its published weights.
 
     Args:
-        name: What timm calls it.
-        create: Makes it, and fetches them.
+        name: The name that timm knows.
+        create: Creates it and downloads the weights.
     """
     try:
         return create()
@@ -155,32 +178,35 @@ def create_from_weights(
     weights: dict[str, Tensor],
     classes: int | None,
     create: Callable[..., nn.Module],
-    *,
-    whole: bool,
 ) -> nn.Module:
-    """A model of timm's with the weights of a file.
+    """Create a model of timm's with the weights of a file, which must have all weights of the model.
 
     Args:
         file: For messages.
-        name: What timm calls it.
+        name: The name that timm knows.
         weights: The weights in the file.
-        classes: How many classes they are for; None = as many as the published ones.
-        create: Makes it, given arguments of timm.create_model that name weights, or none.
-        whole: Whether all of the model must be in the file; timm loads some models without being strict.
+        classes: Their number of classes; None = as many as the published ones have.
+        create: Creates the model, given arguments of timm.create_model that name weights, or none.
+
+    Raises:
+        ValueError: The file has weights of another model.
     """
     require_floats(weights, file)
     # timm's own way to published weights: it knows how each family's are resized and which channels they are for.
     overlay: dict[str, Any] = {"label_offset": 0}
     if classes is not None:
         overlay["num_classes"] = classes
+
+    def load(state_dict: dict[str, Tensor]) -> nn.Module:
+        return create(pretrained=True, pretrained_cfg_overlay={**overlay, "state_dict": state_dict})
+
     try:
         # timm takes names out of the dictionary that it is given.
-        model = create(pretrained=True, pretrained_cfg_overlay={**overlay, "state_dict": dict(weights)})
-        if whole and model.state_dict().keys() - weights.keys():
-            # Under the model's names or others: what is not loaded is random, and comes out differently again.
+        model = load(dict(weights))
+        if model.state_dict().keys() - weights.keys():
+            # timm loads some models without being strict.
             with torch.random.fork_rng(devices=[]):
-                again = create(pretrained=True, pretrained_cfg_overlay={**overlay, "state_dict": dict(weights)})
-            _require_equal(model.state_dict(), again.state_dict())
+                _require_loaded(load({key: _as_nan(weight) for key, weight in weights.items()}))
     # timm's functions for published weights fail in many ways on others.
     except Exception as error:
         # If the arguments are to blame, this says so.
@@ -193,22 +219,20 @@ def create_from_weights(
     return model
 
 
-def _require_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    random = [name for name, value in first.items() if not torch.equal(value.nan_to_num(), second[name].nan_to_num())]
-    if random:
-        raise KeyError(f"{random[0]} is not in it")
+def _as_nan(weight: Tensor) -> Tensor:
+    """Return NaN in the shape of a weight; integers stay as they are."""
+    return torch.full_like(weight, torch.nan) if weight.is_floating_point() else weight
 
 
-def share_taken(model: nn.Module, weights: dict[str, Tensor]) -> float:
-    """Share of a model's matrices and kernels that are among some weights, under whatever names."""
-    known = {(weight.shape, _sum(weight)) for weight in weights.values()}
-    own = [parameter.detach() for parameter in model.parameters() if parameter.dim() > 1]
-    return sum((weight.shape, _sum(weight)) in known for weight in own) / len(own)
+def _require_loaded(model: nn.Module) -> None:
+    """Refuse a model that was loaded with weights that are all NaN if one of its parameters is not NaN.
 
-
-def _sum(weight: Tensor) -> float:
-    """A number by which a weight is recognised in a model, whose precision may be lower."""
-    return weight.float().nan_to_num().double().sum().item()
+    So the names and shapes are compared after timm has converted them, whatever it does to names.
+    """
+    for name, parameter in model.named_parameters():
+        # On the meta device, there are no values; a process with values checks them.
+        if not parameter.is_meta and not parameter.isnan().any():
+            raise KeyError(f"{name} is not in it")
 
 
 def load_weights(
@@ -273,10 +297,10 @@ def _new_weights(layer: str, own: dict[str, Tensor], weights: dict[str, Tensor])
 
 
 def classes_of_weights(name: str, weights: dict[str, Tensor], file: str | Path) -> int | None:
-    """For how many classes weights have a head; None if they have none under the name that the model gives it.
+    """Return the number of classes of the head among weights; None if there is no head under the model's name for it.
 
     Args:
-        name: What timm calls the model.
+        name: The name that timm knows.
         weights: The weights.
         file: Where they come from, for messages.
 
@@ -292,14 +316,14 @@ def classes_of_weights(name: str, weights: dict[str, Tensor], file: str | Path) 
 
 
 def _heads(name: str) -> list[str]:
-    """What a model calls its heads; most have one."""
+    """Return the names of a model's heads; most have one."""
     made_for = get_pretrained_cfg(name)
     heads = made_for.classifier if made_for is not None else None
     return [] if not heads else [heads] if isinstance(heads, str) else list(heads)
 
 
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:
-    """NAME:OPTION=VALUE,OPTION=VALUE as a name that timm knows and options; values may be lists, as in [8,4,2,1]."""
+    """Parse NAME:OPTION=VALUE,… into a name that timm knows and options; values may be lists, as in [8,4,2,1]."""
     name, _, words = text.partition(":")
     if not timm.is_model(name):
         near = did_you_mean(name, timm.list_models())
@@ -308,6 +332,6 @@ def parse_model(text: str) -> tuple[str, dict[str, Any]]:
     # Not at the commas within lists.
     for word in re.split(r",(?![^\[]*\])", words) if words else []:
         option, equals, value = word.partition("=")
-        require(bool(option and equals), f"{word!r} in {text!r} is no option: write NAME:OPTION=VALUE,OPTION=VALUE")
+        require(bool(option and equals), f"{word!r} in {text!r} is not an option: write NAME:OPTION=VALUE,OPTION=VALUE")
         options[option] = parse_yaml(value)
     return name, options

@@ -8,7 +8,7 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..layers import ConvEmbed, CrossStripes, SoftmaxAttention, TokenMixer, WholeMap
+from ..layers import BaseAttention, ConvEmbed, CrossStripes, SoftmaxAttention, WholeMap
 from ._arguments import checked
 from ._backbone import Backbone
 from ._registry import create, default_cfg
@@ -21,33 +21,33 @@ class InLineCSWin(Backbone):
     """CSWin transformer with InLine attention, softmax attention, or a mix by stage.
 
     Args:
-        img_size: Size of the images that the softmax stripes are made for; others work too.
+        img_size: Size of the images that the softmax stripes are made for; other sizes work, too.
         in_chans: Channels of the images.
-        num_classes: Width of the head; 0 = none.
+        num_classes: Number of classes; 0 = no head.
         global_pool: "avg" or "".
         embed_dim: Channels of the first stage; they double from stage to stage.
         depths: Blocks of each stage.
         num_heads: Heads of each stage.
-        mlp_ratio: Width of the MLPs, in channels.
+        mlp_ratio: Hidden width of the MLPs, as a multiple of the channels.
         qkv_bias: Whether q, k and v have a bias.
-        attention: A word for all stages, or an entry a stage (see attention_by_stage).
-        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
-        window_size: Width of the stripes of attention that is not softmax; None = the whole map.
+        attention: One name for all stages, or one entry per stage (see attention_by_stage).
+        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
+        window_size: Width of the stripes of attention other than softmax; None = the whole map.
         split_sizes: Width of the softmax stripes of each stage; by default 1, 2, and the last stage's map at img_size
-            (at least 7) twice. The last stage sees its whole map.
+            (at least 7) twice. The last stage attends to its whole map.
         drop_rate: Dropout before the head.
         proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it grows from 0.
+        drop_path_rate: Stochastic depth of the last block; it increases from 0.
     """
 
     published_names = (
-        (r"^stage1_conv_embed\.0\.", "stages.0.embed.proj."),
-        (r"^stage1_conv_embed\.2\.", "stages.0.embed.norm."),
-        *((rf"^merge{i}\.conv\.", f"stages.{i}.embed.proj.") for i in range(1, 4)),
-        *((rf"^merge{i}\.norm\.", f"stages.{i}.embed.norm.") for i in range(1, 4)),
+        (r"^stage1_conv_embed\.0\.", "stages.0.patch_embed.proj."),
+        (r"^stage1_conv_embed\.2\.", "stages.0.patch_embed.norm."),
+        *((rf"^merge{i}\.conv\.", f"stages.{i}.downsample.proj.") for i in range(1, 4)),
+        *((rf"^merge{i}\.norm\.", f"stages.{i}.downsample.norm.") for i in range(1, 4)),
         *((rf"^stage{i + 1}\.(\d+)\.", rf"stages.{i}.blocks.\1.") for i in range(4)),
         (r"^(stages\.\d+\.blocks\.\d+)\.(qkv|proj)\.", r"\1.attn.\2."),
-        # The reference keeps a module for each half of the heads, we keep one for all heads.
+        # The reference has one module for each half of the heads, we have one for all heads.
         (r"\.attns\.(\d)\.get_v\.(\w+)$", r".attn.lepe.\2#\1"),
         (r"\.attns\.(\d)\.residual\.0\.(\w+)$", r".attn.local_residual.fc1.\2#\1"),
         (r"\.attns\.(\d)\.residual\.2\.(\w+)$", r".attn.local_residual.fc2.\2#\1"),
@@ -81,7 +81,7 @@ class InLineCSWin(Backbone):
         coarse = max(7, min(grid_of(img_size, 32)))
         stripes = (1, 2, coarse, coarse) if split_sizes is None else split_sizes
         if len(stripes) < len(depths):
-            raise ValueError(f"split_sizes are known for {len(stripes)} stages, not {len(depths)}: name them")
+            raise ValueError(f"split_sizes have no default for {len(depths)} stages: pass one entry per stage")
         dims = [embed_dim * 2**i for i in range(len(depths))]
         options = {"lepe": True, "qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
 
@@ -90,12 +90,12 @@ class InLineCSWin(Backbone):
                 return ConvEmbed(in_chans, embed_dim, kernel=7, stride=4, padding=2, **factory)
             return ConvEmbed(dims[stage - 1], dims[stage], kernel=3, stride=2, padding=1, **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
             width = window_size
             if issubclass(kind, SoftmaxAttention):
                 width = stripes[stage] if stage < len(depths) - 1 else None
             layout = WholeMap() if width is None else CrossStripes(width)
-            return kind(dims[stage], num_heads[stage], layout=layout, **options, **own)
+            return kind(dims[stage], num_heads[stage], layout=layout, **options, **extra)
 
         stages = make_stages(
             make_embed,

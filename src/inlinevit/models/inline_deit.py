@@ -7,7 +7,7 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..layers import ConvEmbed, FocusedAttention, PositionEmbedding, SoftmaxAttention, TokenMixer
+from ..layers import BaseAttention, ConvEmbed, FocusedAttention, ResamplePosEmbed, SoftmaxAttention
 from ._arguments import checked
 from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
@@ -20,29 +20,29 @@ class InLineDeiT(Backbone):
     """DeiT with InLine attention.
 
     Args:
-        img_size: Size of the images for which positions are learned; others work too.
+        img_size: Size of the images for which positions are learned; other sizes work, too.
         patch_size: Side of a patch.
         in_chans: Channels of the images.
-        num_classes: Width of the head; 0 = none.
+        num_classes: Number of classes; 0 = no head.
         global_pool: "token", "avg" or "".
         embed_dim: Channels.
         depth: Blocks.
         num_heads: Heads.
-        mlp_ratio: Width of the MLPs, in channels.
+        mlp_ratio: Hidden width of the MLPs, as a multiple of the channels.
         qkv_bias: Whether q, k and v have a bias.
-        attention: A word for all blocks, or words for the first blocks, of which the last goes on.
-        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
-        window_size: Side of the windows of attention that is not softmax; None = the whole map.
+        attention: One name for all blocks, or names for the first blocks, the last of which is repeated.
+        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
+        window_size: Size of the windows of attention other than softmax; None = the whole map.
         class_token: Whether there is a class token; windows need a model without one.
         drop_rate: Dropout before the head.
         proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it grows from 0.
+        drop_path_rate: Stochastic depth of the last block; it increases from 0.
     """
 
     published_names = (
-        (r"^cls_token$", "stages.0.class_token"),
-        (r"^pos_embed$", "stages.0.positions.table"),
-        (r"^patch_embed\.", "stages.0.embed."),
+        (r"^cls_token$", "stages.0.cls_token"),
+        (r"^pos_embed$", "stages.0.pos_embed"),
+        (r"^patch_embed\.", "stages.0.patch_embed."),
         (r"^blocks\.", "stages.0.blocks."),
         *LOCAL_RESIDUAL_NAMES,
     )
@@ -77,14 +77,14 @@ class InLineDeiT(Backbone):
         prefix = 1 if class_token else 0
         grid = grid_of(img_size, patch_size)
         if window_size is not None and class_token:
-            raise ValueError("windows leave no place for a class token: use class_token=False and global_pool='avg'")
+            raise ValueError("a class token is in no window: use class_token=False and global_pool='avg'")
 
         def make_embed(stage: int) -> nn.Module:
             return ConvEmbed(in_chans, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
             if issubclass(kind, FocusedAttention):
-                own = {**own, "grid": grid}
+                extra = {**extra, "grid": grid}
             return kind(
                 embed_dim,
                 num_heads,
@@ -93,7 +93,7 @@ class InLineDeiT(Backbone):
                 proj_drop=proj_drop_rate,
                 num_prefix_tokens=prefix,
                 **factory,
-                **own,
+                **extra,
             )
 
         stages = make_stages(
@@ -107,7 +107,7 @@ class InLineDeiT(Backbone):
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,
             norm_eps=1e-6,
-            positions=[PositionEmbedding(embed_dim, grid, num_prefix_tokens=prefix, **factory)],
+            resample_pos_embeds=[ResamplePosEmbed(grid, num_prefix_tokens=prefix)],
             class_token=class_token,
             **factory,
         )
@@ -122,19 +122,18 @@ class InLineDeiT(Backbone):
             drop_rate=drop_rate,
             **factory,
         )
-        # All maps of a plain transformer have one size; they are told apart by the block.
+        # All maps of a plain transformer have the same size; levels are blocks.
         self.feature_info = [
             {"num_chs": embed_dim, "reduction": patch_size, "module": f"stages.0.blocks.{i}"} for i in range(depth)
         ]
 
-    @torch.jit.ignore
     def forward_levels(self, x: Tensor, take: list[int], last: int | None, norm: bool) -> tuple[Tensor, list[Tensor]]:
         """See Backbone.forward_levels; the levels are blocks."""
-        x, size, taken = self.stage_list()[0].forward_tokens(x, take, last)
-        maps = [tokens_to_map(self.norm(level) if norm else level, size, self.num_prefix_tokens) for level in taken]
-        return self.normalize(x if self.num_prefix_tokens > 0 else tokens_to_map(x, size, 0)), maps
+        x, feat_size, taken = self.stage_list()[0].forward_tokens(x, take, last)
+        taken = [self.norm(level) for level in taken] if norm else taken
+        maps = [tokens_to_map(level, feat_size, self.num_prefix_tokens) for level in taken]
+        return self.normalize(x if self.num_prefix_tokens > 0 else tokens_to_map(x, feat_size, 0)), maps
 
-    @torch.jit.ignore
     def keep_levels(self, count: int) -> None:
         """See Backbone.keep_levels; the levels are blocks."""
         stage = self.stage_list()[0]

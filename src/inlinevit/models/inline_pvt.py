@@ -7,7 +7,7 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..layers import ConvEmbed, PositionEmbedding, SoftmaxAttention, TokenMixer
+from ..layers import BaseAttention, ConvEmbed, ResamplePosEmbed, SoftmaxAttention
 from ._arguments import checked
 from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
@@ -15,7 +15,7 @@ from ._stage import StageAttention, check_stages, grid_of, make_stages, square_w
 
 __all__ = ["InLinePVT"]
 
-# How much softmax stages reduce the map of keys and values, if nothing else is said.
+# Default reduction of the map of keys and values in the softmax stages.
 SOFTMAX_REDUCTIONS = (8, 4, 2, 1)
 
 
@@ -23,31 +23,32 @@ class InLinePVT(Backbone):
     """Pyramid vision transformer with InLine attention, softmax attention, or a mix by stage.
 
     Args:
-        img_size: Size of the images for which positions are learned; others work too.
+        img_size: Size of the images for which positions are learned; other sizes work, too.
         in_chans: Channels of the images.
-        num_classes: Width of the head; 0 = none.
+        num_classes: Number of classes; 0 = no head.
         global_pool: "avg", "token" where there is a class token, or "".
         embed_dims: Channels of each stage.
         depths: Blocks of each stage.
         num_heads: Heads of each stage.
-        mlp_ratios: Width of the MLPs of each stage, in channels.
+        mlp_ratios: Hidden width of the MLPs of each stage, as a multiple of the channels.
         qkv_bias: Whether q, k and v have a bias.
-        attention: A word for all stages, or an entry a stage (see attention_by_stage).
-        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
-        window_size: Side of the windows of attention that is not softmax; None = the whole map. A stage with a class
-            token always sees its whole map.
+        attention: One name for all stages, or one entry per stage (see attention_by_stage).
+        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
+        window_size: Size of the windows of attention other than softmax; None = the whole map. A stage with a class
+            token always attends to its whole map.
         sr_ratios: How much each stage reduces the map of keys and values. By default 8-4-2-1 where attention is
             softmax and 1 elsewhere. The local residual needs the values of all tokens.
         class_token: Whether the last stage has a class token (with a final norm, as in PVT version 1).
         drop_rate: Dropout before the head.
         proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it grows from 0.
+        drop_path_rate: Stochastic depth of the last block; it increases from 0.
     """
 
     published_names = (
-        (r"^cls_token$", "stages.3.class_token"),
-        *((rf"^pos_embed{i + 1}$", f"stages.{i}.positions.table") for i in range(4)),
-        *((rf"^patch_embed{i + 1}\.", f"stages.{i}.embed.") for i in range(4)),
+        (r"^cls_token$", "stages.3.cls_token"),
+        *((rf"^pos_embed{i + 1}$", f"stages.{i}.pos_embed") for i in range(4)),
+        (r"^patch_embed1\.", "stages.0.patch_embed."),
+        *((rf"^patch_embed{i + 1}\.", f"stages.{i}.downsample.") for i in range(1, 4)),
         *((rf"^block{i + 1}\.", f"stages.{i}.blocks.") for i in range(4)),
         (r"\.attn\.sr\.", ".attn.reduce.proj."),
         (r"\.attn\.norm\.", ".attn.reduce.norm."),
@@ -83,7 +84,7 @@ class InLinePVT(Backbone):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_stages(depths, embed_dims=embed_dims, num_heads=num_heads, mlp_ratios=mlp_ratios, sr_ratios=sr_ratios)
         if sr_ratios is None and len(depths) > len(SOFTMAX_REDUCTIONS):
-            raise ValueError(f"sr_ratios are known for {len(SOFTMAX_REDUCTIONS)} stages, not {len(depths)}: name them")
+            raise ValueError(f"sr_ratios have no default for {len(depths)} stages: pass one entry per stage")
         reductions = [4 * 2**i for i in range(len(depths))]
         prefixes = [1 if class_token and i == len(depths) - 1 else 0 for i in range(len(depths))]
         options = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, **factory}
@@ -93,7 +94,7 @@ class InLinePVT(Backbone):
                 return ConvEmbed(in_chans, embed_dims[0], kernel=4, stride=4, **factory)
             return ConvEmbed(embed_dims[stage - 1], embed_dims[stage], kernel=2, stride=2, **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
             shape: dict[str, Any] = {
                 "dim": embed_dims[stage],
                 "num_heads": num_heads[stage],
@@ -101,15 +102,18 @@ class InLinePVT(Backbone):
             }
             if issubclass(kind, SoftmaxAttention):
                 reduction = SOFTMAX_REDUCTIONS[stage] if sr_ratios is None else sr_ratios[stage]
-                return kind(reduction=reduction, **shape, **options, **own)
+                return kind(reduction=reduction, **shape, **options, **extra)
             if sr_ratios is not None and sr_ratios[stage] > 1:
                 raise ValueError(
                     f"stage {stage} reduces keys and values {sr_ratios[stage]} times, but {kind.__name__} needs the "
                     "values of all tokens: use an sr_ratio of 1 there, or softmax"
                 )
-            # A class token belongs to no window: its stage sees the whole map.
+            # A class token is in no window: its stage attends to the whole map.
             return kind(
-                layout=square_windows(None if prefixes[stage] else window_size, block), **shape, **options, **own
+                layout=square_windows(None if prefixes[stage] else window_size, block),
+                **shape,
+                **options,
+                **extra,
             )
 
         stages = make_stages(
@@ -123,15 +127,9 @@ class InLinePVT(Backbone):
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,
             norm_eps=1e-6,
-            positions=[
-                PositionEmbedding(
-                    dim,
-                    grid_of(img_size, reduction),
-                    num_prefix_tokens=prefix,
-                    interpolation="bilinear",
-                    **factory,
-                )
-                for dim, reduction, prefix in zip(embed_dims, reductions, prefixes, strict=True)
+            resample_pos_embeds=[
+                ResamplePosEmbed(grid_of(img_size, reduction), num_prefix_tokens=prefix, interpolation="bilinear")
+                for reduction, prefix in zip(reductions, prefixes, strict=True)
             ],
             class_token=class_token,
             **factory,

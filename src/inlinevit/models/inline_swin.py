@@ -7,7 +7,7 @@ import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..layers import ConvEmbed, PatchMerging, SoftmaxAttention, TokenMixer
+from ..layers import BaseAttention, ConvEmbed, PatchMerging, SoftmaxAttention
 from ._arguments import checked
 from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
 from ._registry import create, default_cfg
@@ -20,29 +20,29 @@ class InLineSwin(Backbone):
     """Swin transformer with InLine attention, softmax attention, or a mix by stage.
 
     Args:
-        img_size: Size of the images that the softmax windows are made for; others work too.
+        img_size: Size of the images that the softmax windows are made for; other sizes work, too.
         in_chans: Channels of the images.
-        num_classes: Width of the head; 0 = none.
+        num_classes: Number of classes; 0 = no head.
         global_pool: "avg" or "".
         embed_dim: Channels of the first stage; they double from stage to stage.
         depths: Blocks of each stage.
         num_heads: Heads of each stage.
-        mlp_ratio: Width of the MLPs, in channels.
+        mlp_ratio: Hidden width of the MLPs, as a multiple of the channels.
         qkv_bias: Whether q, k and v have a bias.
-        attention: A word for all stages, or an entry a stage (see attention_by_stage).
-        attn_kwargs: Options of the attention itself, such as {"feature_map": "relu", "local_residual": False}.
-        window_size: Side of the windows of attention that is not softmax; None = the whole map.
+        attention: One name for all stages, or one entry per stage (see attention_by_stage).
+        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
+        window_size: Size of the windows of attention other than softmax; None = the whole map.
         softmax_window_size: Side of the softmax windows. By default max(7, W // 8), W being window_size or, where
             that is the whole map, the first stage's map at img_size.
         drop_rate: Dropout before the head.
         proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it grows from 0.
+        drop_path_rate: Stochastic depth of the last block; it increases from 0.
     """
 
     published_names = (
-        (r"^patch_embed\.", "stages.0.embed."),
-        # The reference makes a map coarser at the end of a stage, we do it at the beginning of the next.
-        *((rf"^layers\.{i}\.downsample\.", f"stages.{i + 1}.embed.") for i in range(3)),
+        (r"^patch_embed\.", "stages.0.patch_embed."),
+        # The reference downsamples at the end of a stage, we do it at the beginning of the next.
+        *((rf"^layers\.{i}\.downsample\.", f"stages.{i + 1}.downsample.") for i in range(3)),
         (r"^layers\.", "stages."),
         *LOCAL_RESIDUAL_NAMES,
     )
@@ -83,13 +83,18 @@ class InLineSwin(Backbone):
                 return ConvEmbed(in_chans, embed_dim, kernel=4, stride=4, **factory)
             return PatchMerging(dims[stage - 1], dims[stage], **factory)
 
-        def make_attention(kind: type[TokenMixer], stage: int, block: int, own: dict[str, Any]) -> TokenMixer:
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
             if issubclass(kind, SoftmaxAttention):
                 layout = square_windows(softmax_window, block)
                 return kind(
-                    dims[stage], num_heads[stage], layout=layout, relative_window=softmax_window, **options, **own
+                    dims[stage],
+                    num_heads[stage],
+                    layout=layout,
+                    relative_window=softmax_window,
+                    **options,
+                    **extra,
                 )
-            return kind(dims[stage], num_heads[stage], layout=square_windows(window_size, block), **options, **own)
+            return kind(dims[stage], num_heads[stage], layout=square_windows(window_size, block), **options, **extra)
 
         stages = make_stages(
             make_embed,

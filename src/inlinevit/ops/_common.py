@@ -1,4 +1,4 @@
-"""What the attentions share: checking shapes, accumulating in float32, averaging over real tokens."""
+"""Helpers that all attentions use: shape checks, accumulation in float32, means over real tokens."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,15 +7,17 @@ from torch import Tensor
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """Refuse shapes that do not make an attention; all tensors are (batch, heads, tokens, width)."""
+    """Raise ValueError for shapes that do not fit together; all tensors are (batch, heads, tokens, width)."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError("q, k and v must have four dimensions: (batch, heads, tokens, width)")
     if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"q, k and v must have one batch and as many heads, but are {q.shape}, {k.shape}, {v.shape}")
+        raise ValueError(
+            f"q, k and v must have the same batch size and number of heads, but are {q.shape}, {k.shape}, {v.shape}"
+        )
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have one width, but they have {q.shape[-1]} and {k.shape[-1]}")
+        raise ValueError(f"q and k must have the same width, but have {q.shape[-1]} and {k.shape[-1]}")
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k and v must have as many tokens, but they have {k.shape[-2]} and {v.shape[-2]}")
+        raise ValueError(f"k and v must have the same number of tokens, but have {k.shape[-2]} and {v.shape[-2]}")
     if k.shape[-2] == 0:
         raise ValueError("there must be at least one key to attend to")
     if mask is not None:
@@ -26,57 +28,57 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """The given scale, or (head width)^-1/2."""
+    """Return the given scale, or (head width)^-1/2."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def promote(x: Tensor) -> Tensor:
-    """Half precision to float32, so that sums over many tokens neither overflow nor lose digits."""
+    """Convert half precision to float32, so that sums over many tokens neither overflow nor lose digits."""
     return x.float() if x.dtype == torch.float16 or x.dtype == torch.bfloat16 else x
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which autocast does not turn float32 matrix products on x's device back to half precision."""
+    """Return a context in which autocast does not convert float32 matrix products on x's device to half precision."""
     if torch.amp.is_autocast_available(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
-    """Whether there may be a backward pass through these tensors."""
+    """Return whether there may be a backward pass through these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the tokens of x (batch, heads, tokens, width) that mask (batch, tokens) calls padding."""
+    """Zero the tokens of x (batch, heads, tokens, width) that are padding according to mask (batch, tokens)."""
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
 
 
-def visible_pairs(mask: Tensor | None, seen: Tensor | None) -> Tensor | None:
-    """Which tokens each query sees, broadcastable to (batch, heads, queries, tokens), True = seen; None if all.
+def visible_pairs(mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+    """Combine both masks: broadcastable to (batch, heads, queries, tokens), True = visible; None if all pairs are.
 
     Args:
         mask: (batch, tokens), True = real token.
-        seen: Broadcastable to (batch, heads, queries, tokens), True = the query may see it.
+        attn_mask: Broadcastable to (batch, heads, queries, tokens), True = the query may attend to the token.
     """
     if mask is None:
-        return seen
+        return attn_mask
     real = mask[:, None, None, :]
-    return real if seen is None else real & seen
+    return real if attn_mask is None else real & attn_mask
 
 
 def hide_pairs(weights: Tensor, pairs: Tensor | None) -> Tensor:
-    """Zero the weights (batch, heads, queries, tokens) of tokens that their query does not see."""
+    """Zero the weights (batch, heads, queries, tokens) of tokens that are not visible to their query."""
     return weights if pairs is None else weights.masked_fill(~pairs, 0.0)
 
 
 def unit_length(x: Tensor, dims: list[int], shortest: float = 1e-12) -> Tensor:
-    """x divided by its length over these dimensions, or by `shortest` if that is longer: zero stays zero."""
+    """Divide x by its length over these dimensions, or by `shortest` if that is longer: zero stays zero."""
     return x / torch.linalg.vector_norm(x, dim=dims, keepdim=True).clamp(min=shortest)
 
 
 def count_tokens(k: Tensor, mask: Tensor | None) -> Tensor:
-    """The number of real tokens of each image, (batch or 1, 1, 1, 1), at least 1."""
+    """Return the number of real tokens of each image, (batch or 1, 1, 1, 1), at least 1."""
     if mask is None:
         return torch.full((1, 1, 1, 1), float(k.shape[-2]), dtype=k.dtype, device=k.device)
     return mask.sum(dim=1).clamp(min=1).to(k.dtype)[:, None, None, None]

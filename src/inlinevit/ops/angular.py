@@ -13,10 +13,10 @@ from .weights import explicit_form
 
 
 def angular_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """u/‖u‖, O(N).
+    """Return u/‖u‖, O(N).
 
     Args:
-        q: Queries (batch, heads, queries, width), of the first tokens or of all.
+        q: Queries (batch, heads, queries, width), of the first tokens or of all tokens.
         k: Keys (batch, heads, tokens, width).
         v: Values (batch, heads, tokens, value width).
         mask: (batch, tokens), True = real token.
@@ -26,9 +26,7 @@ def angular_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     """
     check_qkv(q, k, v, mask)
     if q.shape[2] > k.shape[2]:
-        raise ValueError(f"a query adds its own value, but there are {q.shape[2]} queries and {k.shape[2]} values")
-    if torch.jit.is_scripting():
-        return _angular(q, k, v, mask)
+        raise ValueError(f"each query adds its own value, but there are {q.shape[2]} queries and {k.shape[2]} values")
     with autocast_off(q):
         return _angular(q, k, v, mask)
 
@@ -46,26 +44,26 @@ def angular_weights(
     *,
     v: Tensor | None = None,
     mask: Tensor | None = None,
-    seen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """The rows of angular attention, (batch, heads, queries, tokens); see attention_weights for mask and seen.
+    """Return the weights of angular attention, (batch, heads, queries, tokens); masks as in attention_weights.
 
     Args:
         q: Queries (batch, heads, queries, width).
         k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width), by which rows are divided by ‖u‖. Without them they are not.
+        v: Values (batch, heads, tokens, value width), if given, rows are divided by ‖u‖.
         mask: See attention_weights.
-        seen: See attention_weights.
-        first: The first query's place among the tokens.
+        attn_mask: See attention_weights.
+        first: Index of the first query among the tokens.
     """
     check_qkv(q, k, k, mask)
     queries, keys = unit_length(promote(q), [3]), unit_length(promote(hide_padding(k, mask)), [3])
-    rows = queries @ keys.transpose(-2, -1) / math.pi
+    weights = queries @ keys.transpose(-2, -1) / math.pi
     places = torch.arange(k.shape[2], device=k.device)
     own = places == places[first : first + q.shape[2], None]
-    rows = hide_pairs(rows + 0.5 * own.to(rows.dtype), visible_pairs(mask, seen))
+    weights = hide_pairs(weights + 0.5 * own.to(weights.dtype), visible_pairs(mask, attn_mask))
     if v is not None:
-        length = torch.linalg.vector_norm(rows @ promote(hide_padding(v, mask)), dim=-1, keepdim=True)
-        rows = rows / length.clamp(min=1e-12)
-    return rows.to(q.dtype)
+        length = torch.linalg.vector_norm(weights @ promote(hide_padding(v, mask)), dim=-1, keepdim=True)
+        weights = weights / length.clamp(min=1e-12)
+    return weights.to(q.dtype)

@@ -1,4 +1,4 @@
-"""Efficient attention: queries are softmaxed over their channels, keys over the tokens; then keys and values meet."""
+"""Efficient attention: softmax of the queries over their channels and of the keys over the tokens."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = N
         (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
-    if torch.jit.is_scripting():
-        return _efficient(q, k, v, mask)
     with autocast_off(q):
         return _efficient(q, k, v, mask)
 
@@ -34,22 +32,22 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def padding_to_minus_infinity(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Keys (batch, heads, tokens, width) whose exponential is zero where mask (batch, tokens) calls a token padding."""
+    """Keys (batch, heads, tokens, width) with -inf at padding according to mask (batch, tokens)."""
     return k if mask is None else k.masked_fill(~mask[:, None, :, None], float("-inf"))
 
 
 @explicit_form("efficient")
-def efficient_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
-    """The rows of efficient attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+def efficient_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+    """Return the weights of efficient attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)
-    pairs = visible_pairs(mask, seen)
+    pairs = visible_pairs(mask, attn_mask)
     queries, k = promote(q).softmax(dim=-1), padding_to_minus_infinity(promote(k), mask)
     # Clamped for an image of nothing but padding.
     keys = (k - k.amax(dim=-2, keepdim=True).clamp(min=torch.finfo(k.dtype).min)).exp()
-    # What the keys of a channel are divided by: a sum over the tokens that the query sees.
+    # The divisor of each channel of the keys: a sum over the tokens that are visible to the query.
     if pairs is None:
         sums = keys.sum(dim=-2, keepdim=True)
     else:
         sums = pairs.expand(*pairs.shape[:-1], k.shape[-2]).to(keys.dtype) @ keys
-    rows = (queries / sums.clamp(min=torch.finfo(keys.dtype).tiny)) @ keys.transpose(-2, -1)
-    return hide_pairs(rows, pairs).to(q.dtype)
+    weights = (queries / sums.clamp(min=torch.finfo(keys.dtype).tiny)) @ keys.transpose(-2, -1)
+    return hide_pairs(weights, pairs).to(q.dtype)

@@ -9,12 +9,12 @@ FEATURE_MAPS = ("identity", "relu", "relu_affine", "leaky_relu", "exp")
 
 
 def apply_feature_map(x: Tensor, name: str, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """φ(x) for x (batch, heads, tokens, width).
+    """Return φ(x) for x (batch, heads, tokens, width).
 
     Args:
         x: Queries or keys.
         name: One of FEATURE_MAPS.
-        affine: A (heads, width, width) or (width, width) and b (heads, width) or (width), for `relu_affine` alone.
+        affine: A (heads, width, width) or (width, width) and b (heads, width) or (width), only for `relu_affine`.
     """
     if name == "identity":
         return x
@@ -30,20 +30,15 @@ def apply_feature_map(x: Tensor, name: str, affine: tuple[Tensor, Tensor] | None
         # A model in half precision has half-precision parameters; x has been promoted to float32.
         matrix, bias = affine[0].to(x.dtype), affine[1].to(x.dtype)
         return torch.relu(x @ matrix.transpose(-2, -1) + bias.unsqueeze(-2))
-    return _refuse(name)
+    raise unknown_feature_map(name)
 
 
 def map_keys(k: Tensor, name: str, affine: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-    """φ(k), zero where mask (batch, tokens) calls a token padding."""
+    """Return φ(k), zero at padding according to mask (batch, tokens)."""
     # Hidden before φ, too: zero times the slope of φ at NaN or infinity would be a NaN gradient.
     return hide_padding(apply_feature_map(hide_padding(k, mask), name, affine), mask)
 
 
-@torch.jit.unused
-def _refuse(name: str) -> Tensor:
-    raise unknown_feature_map(name)
-
-
 def unknown_feature_map(name: str) -> ValueError:
-    """What to raise for a name that is none of FEATURE_MAPS."""
+    """Return the error for a name that is not in FEATURE_MAPS."""
     return ValueError(f"unknown feature map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")

@@ -1,4 +1,4 @@
-"""Focused linear attention: queries and keys are drawn to their nearest axes, which keep their length.
+"""Focused linear attention: queries and keys are moved towards their nearest axes and keep their length.
 
 f(t) = t³·‖t‖/‖t³‖ with t = (ReLU(x) + 1e-6)/spread, lengths over the channels of all heads; then linear attention.
 """
@@ -46,8 +46,6 @@ def focused_attention(
         (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
-    if torch.jit.is_scripting():
-        return _focused(q, k, v, spread, mask, epsilon)
     with autocast_off(q):
         return _focused(q, k, v, spread, mask, epsilon)
 
@@ -62,10 +60,12 @@ def _focused(q: Tensor, k: Tensor, v: Tensor, spread: Tensor, mask: Tensor | Non
 
 @explicit_form("focused")
 def focused_weights(
-    q: Tensor, k: Tensor, *, spread: Tensor, mask: Tensor | None = None, seen: Tensor | None = None
+    q: Tensor, k: Tensor, *, spread: Tensor, mask: Tensor | None = None, attn_mask: Tensor | None = None
 ) -> Tensor:
-    """The rows of focused attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+    """Return the weights of focused attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)
     queries, keys = focus(q, spread), focus(hide_padding(k, mask), spread)
-    rows = linear_weights(queries, keys, scale=1.0, feature_map="identity", mask=mask, seen=seen, epsilon=EPSILON)
-    return rows.to(q.dtype)
+    weights = linear_weights(
+        queries, keys, scale=1.0, feature_map="identity", mask=mask, attn_mask=attn_mask, epsilon=EPSILON
+    )
+    return weights.to(q.dtype)

@@ -1,9 +1,8 @@
-"""Hydra attention: as many heads as channels, so that keys and values meet element by element.
+"""Hydra attention: as many heads as channels, so that keys and values are multiplied element by element.
 
 With φ(x) = x/‖x‖ over the channels of all heads, out = φ(q) ⊙ Σ_j φ(k_j) ⊙ v_j. Rows do not sum to 1.
 """
 
-import torch
 from torch import Tensor
 
 from ._common import autocast_off, check_qkv, hide_padding, hide_pairs, promote, unit_length, visible_pairs
@@ -23,8 +22,6 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None)
         (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
-    if torch.jit.is_scripting():
-        return _hydra(q, k, v, mask)
     with autocast_off(q):
         return _hydra(q, k, v, mask)
 
@@ -39,9 +36,9 @@ def _hydra(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @explicit_form("hydra")
-def hydra_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
-    """The rows of hydra attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+def hydra_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+    """Return the weights of hydra attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)
     queries = unit_length(promote(q), [1, 3])
     keys = unit_length(promote(hide_padding(k, mask)), [1, 3])
-    return hide_pairs(queries @ keys.transpose(-2, -1), visible_pairs(mask, seen)).to(q.dtype)
+    return hide_pairs(queries @ keys.transpose(-2, -1), visible_pairs(mask, attn_mask)).to(q.dtype)

@@ -8,7 +8,6 @@ It subtracts where linear attention divides, so the length of a query is kept: d
 Weights may be negative; that is intended.
 """
 
-import torch
 from torch import Tensor
 
 from ._common import (
@@ -45,28 +44,27 @@ def inline_attention(
         scale: Factor of φ(q)·φ(k); width^-1/2 by default.
         feature_map: φ, one of FEATURE_MAPS.
         affine: (A, b) of `relu_affine`.
-        mask: (batch, tokens), True = real token. Padding enters no mean and no sum, whatever it holds.
-        path: How to compute it, a name of PATHS; the fastest by default. TorchScript knows the covariance form alone.
+        mask: (batch, tokens), True = real token. Padding is excluded from all means and sums, whatever values it has.
+        path: How to compute it, a name of PATHS; the fastest by default.
 
     Returns:
         (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
-    if torch.jit.is_scripting():
-        return covariance_form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
-    case = Case(
-        tokens=k.shape[2],
-        channels=k.shape[1] * k.shape[3],
-        width=k.shape[3],
-        feature_map=feature_map,
-        masked=mask is not None,
-        projected=True,
-        dtype=q.dtype,
-        device=q.device.type,
-    )
-    form = {"explicit": explicit_rows, "covariance": covariance_form}[choose_path(case, path)]
+    if path not in FORMS:
+        case = Case(
+            tokens=k.shape[2],
+            channels=k.shape[1] * k.shape[3],
+            width=k.shape[3],
+            feature_map=feature_map,
+            masked=mask is not None,
+            projected=True,
+            dtype=q.dtype,
+            device=q.device.type,
+        )
+        path = choose_path(case, path)
     with autocast_off(q):
-        return form(q, k, v, default_scale(q, scale), feature_map, affine, mask)
+        return FORMS[path](q, k, v, default_scale(q, scale), feature_map, affine, mask)
 
 
 def covariance_form(
@@ -78,7 +76,7 @@ def covariance_form(
     affine: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """v̄ + s·φ(q)·C; arguments as those of inline_attention."""
+    """Return v̄ + s·φ(q)·C; arguments as in inline_attention."""
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine)
     k = map_keys(promote(k), feature_map, affine, mask)
@@ -92,7 +90,7 @@ def covariance_form(
     return (q @ covariance + v_mean).to(dtype)
 
 
-def explicit_rows(
+def weights_times_values(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -101,9 +99,13 @@ def explicit_rows(
     affine: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """The rows times the values; arguments as those of inline_attention."""
+    """Return the N×N weights times the values; arguments as in inline_attention."""
     weights = inline_weights(promote(q), promote(k), scale=scale, feature_map=feature_map, affine=affine, mask=mask)
     return (weights @ hide_padding(promote(v), mask)).to(q.dtype)
+
+
+# The paths from q, k and v; "folded" starts from the tokens (see InLineAttention).
+FORMS = {"explicit": weights_times_values, "covariance": covariance_form}
 
 
 @explicit_form("inline")
@@ -115,9 +117,9 @@ def inline_weights(
     feature_map: str = "identity",
     affine: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
-    seen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """The rows of InLine attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+    """Return the weights of InLine attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine)
@@ -125,8 +127,8 @@ def inline_weights(
     count = count_tokens(k, mask)
     k = k - k.sum(dim=-2, keepdim=True) / count
     scores = default_scale(q, scale) * (q @ k.transpose(-2, -1))
-    pairs = visible_pairs(mask, seen)
-    if seen is not None and pairs is not None:
+    pairs = visible_pairs(mask, attn_mask)
+    if attn_mask is not None and pairs is not None:
         # Each query has a number of tokens and a mean key of its own.
         count = pairs.expand_as(scores).sum(dim=-1, keepdim=True).clamp(min=1).to(k.dtype)
         scores = scores - hide_pairs(scores, pairs).sum(dim=-1, keepdim=True) / count

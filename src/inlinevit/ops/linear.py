@@ -1,9 +1,8 @@
 """Linear attention: weight of value j for query i = φ(q_i)·φ(k_j) / Σ_m φ(q_i)·φ(k_m).
 
-The division makes the rows sum to 1 and loses the length of φ(q): two queries whose maps are collinear get one row.
+The division makes the rows sum to 1 and loses the length of φ(q): queries with collinear maps get the same weights.
 """
 
-import torch
 from torch import Tensor
 
 from ._common import (
@@ -19,7 +18,7 @@ from ._common import (
 from .feature_maps import apply_feature_map, map_keys
 from .weights import explicit_form
 
-# Keeps a query whose map is zero (0/0) at zero. Far below any divisor of a query that sees something.
+# Keeps a query whose map is zero (0/0) at zero. Far below any divisor of a query with a non-zero map.
 EPSILON = 1e-12
 
 
@@ -33,7 +32,7 @@ def linear_attention(
     mask: Tensor | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Linear attention, O(N): keys and values meet first, in a width × width matrix.
+    """Linear attention, O(N): keys and values are multiplied first, into a width × width matrix.
 
     Args:
         q: Queries (batch, heads, queries, width).
@@ -49,8 +48,6 @@ def linear_attention(
         (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
-    if torch.jit.is_scripting():
-        return _linear(q, k, v, default_scale(q, scale), feature_map, affine, mask, epsilon)
     with autocast_off(q):
         return _linear(q, k, v, default_scale(q, scale), feature_map, affine, mask, epsilon)
 
@@ -86,13 +83,13 @@ def linear_weights(
     feature_map: str = "relu",
     affine: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
-    seen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """The rows of linear attention, (batch, heads, queries, tokens); see attention_weights for mask and seen."""
+    """Return the weights of linear attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine) * default_scale(q, scale)
     k = map_keys(promote(k), feature_map, affine, mask)
-    scores = hide_pairs(q @ k.transpose(-2, -1), visible_pairs(mask, seen))
+    scores = hide_pairs(q @ k.transpose(-2, -1), visible_pairs(mask, attn_mask))
     return (scores / (scores.sum(dim=-1, keepdim=True) + epsilon)).to(dtype)

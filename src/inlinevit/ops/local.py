@@ -6,17 +6,17 @@ from torch import Tensor
 
 from ._common import autocast_off, needs_gradient, promote
 
-# From so many tokens on, a CPU convolves one map after the other faster than all of them at once.
+# From this many tokens on, a CPU convolves one map after the other faster than all maps at once.
 LARGE_MAP = 1024
 
 
-def local_residual(v: Tensor, kernels: Tensor, size: tuple[int, int]) -> Tensor:
+def local_residual(v: Tensor, kernels: Tensor, feat_size: tuple[int, int]) -> Tensor:
     """Convolve each channel of each image with its own 3×3 kernel (correlation, zero padding).
 
     Args:
         v: Values (batch, heads, H·W, width).
-        kernels: Any shape that holds batch × heads × width × 3 × 3 numbers in this order.
-        size: (H, W) of the map.
+        kernels: Any shape with batch × heads × width × 3 × 3 elements in this order.
+        feat_size: (H, W) of the map.
 
     Returns:
         (batch, heads, H·W, width), in v's dtype.
@@ -24,9 +24,11 @@ def local_residual(v: Tensor, kernels: Tensor, size: tuple[int, int]) -> Tensor:
     if v.dim() != 4:
         raise ValueError("v must have four dimensions: (batch, heads, tokens, width)")
     batch, heads, tokens, width = v.shape
-    height, breadth = size
+    height, breadth = feat_size
     if tokens != height * breadth:
-        raise ValueError(f"{tokens} tokens do not make a map of {height}×{breadth}: pass the size of the token grid")
+        raise ValueError(
+            f"{tokens} tokens do not make a map of {height}×{breadth}: pass (H, W) of the token grid as feat_size"
+        )
     if kernels.numel() != 9 * batch * heads * width:
         raise ValueError(f"expected 9 numbers for each of {batch}×{heads}×{width} channels, but got {kernels.shape}")
     maps = promote(v).transpose(1, 2).reshape(batch, height, breadth, heads * width)
@@ -35,24 +37,22 @@ def local_residual(v: Tensor, kernels: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def convolve_maps(maps: Tensor, kernels: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The local residual of maps that lie channels last in memory.
+    """Return the local residual of maps in channels-last memory format.
 
     Args:
         maps: (batch, H, W, channels).
         kernels: (batch, channels, 9).
-        bias: (channels), added to all tokens.
+        bias: (channels,), added to all tokens.
 
     Returns:
         (batch, H, W, channels).
     """
-    if torch.jit.is_scripting():
-        return shift_padded(maps, kernels, bias)
     with autocast_off(maps):
         return FORMS[choose_form(maps, kernels)](maps, kernels, bias)
 
 
 def choose_form(maps: Tensor, kernels: Tensor) -> str:
-    """The name of the fastest form."""
+    """Return the name of the fastest form."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or maps.device.type == "meta" or maps.shape[0] == 0:
         return "padded"
     if maps.device.type == "cuda":

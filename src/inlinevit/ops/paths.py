@@ -1,4 +1,4 @@
-"""The ways to compute InLine attention, and which of them is taken where. All of them give the same answer."""
+"""The ways to compute InLine attention, and which of them is used when. All of them give the same result."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 
 
 class Case(NamedTuple):
-    """What the choice depends on.
+    """Properties on which the choice of the path depends.
 
     Attributes:
         tokens: Keys of each window.
@@ -15,7 +15,7 @@ class Case(NamedTuple):
         width: Width of a head.
         feature_map: φ.
         masked: Whether some tokens are padding.
-        projected: Whether q, k and v are made already. If not, the tokens and the weights that make them are at hand.
+        projected: Whether q, k and v are given. If not, the tokens and the projection weights are given.
         dtype: Of the tokens.
         device: Where they are, such as "cpu".
     """
@@ -31,10 +31,10 @@ class Case(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A way to compute InLine attention.
+    """One way to compute InLine attention.
 
     Attributes:
-        possible: Whether it can be taken at all.
+        possible: Whether it can be used.
         pays: Whether it is the fastest.
     """
 
@@ -42,16 +42,16 @@ class Path(NamedTuple):
     pays: Callable[[Case], bool]
 
 
-# In this order: the first that is possible and pays is taken. `docs/performance.md` has the figures.
+# In this order: the first that is possible and pays is used. `docs/performance.md` has the figures.
 PATHS = {
-    # Neither q nor k is made: the tokens meet the key-value covariance, taken back to them by the weights of q and k.
-    # Fewer products and copies where tokens are many. Half precision would lose digits on the way.
+    # Neither q nor k is computed: the weights of q and k are multiplied into the key-value covariance, which is then
+    # applied to the tokens. Fewer products and copies where there are many tokens; half precision would lose digits.
     "folded": Path(
         possible=lambda case: not case.projected and not case.masked and case.feature_map == "identity",
         pays=lambda case: (
             case.tokens >= 2 * case.channels
             and case.dtype in (torch.float32, torch.float64)
-            # Nothing is computed on "meta": there the nominal cost is counted, that of the covariance form.
+            # On "meta" the nominal cost is counted, that of the covariance form.
             and case.device != "meta"
         ),
     ),
@@ -60,17 +60,17 @@ PATHS = {
         possible=lambda case: True,
         pays=lambda case: case.tokens < case.width and not case.masked and case.device != "meta",
     ),
-    # The queries meet the key-value covariance.
+    # The queries are multiplied by the key-value covariance.
     "covariance": Path(possible=lambda case: True, pays=lambda case: True),
 }
 
 
 def choose_path(case: Case, forced: str | None = None) -> str:
-    """The name of the path for this case.
+    """Return the name of the path for this case.
 
     Args:
-        case: What is to be computed.
-        forced: Take this one; it must be possible.
+        case: Properties of the computation.
+        forced: Use this path; it must be possible.
     """
     if forced is None:
         return next(name for name, path in PATHS.items() if path.possible(case) and path.pays(case))

@@ -42,9 +42,9 @@ def softmax_weights(
     feature_map: str = "identity",
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    seen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """The rows of softmax attention, (batch, heads, queries, tokens); see attention_weights for mask and seen.
+    """Return the weights of softmax attention, (batch, heads, queries, tokens); masks as in attention_weights.
 
     It has no feature map but "identity".
     """
@@ -54,7 +54,7 @@ def softmax_weights(
     scores = promote(q) @ promote(hide_padding(k, mask)).transpose(-2, -1) * default_scale(q, scale)
     if bias is not None:
         scores = scores + bias
-    pairs = visible_pairs(mask, seen)
+    pairs = visible_pairs(mask, attn_mask)
     if pairs is None:
         return scores.softmax(dim=-1).to(q.dtype)
     # A row without any token to see is NaN here.

@@ -1,4 +1,4 @@
-"""The explicit N×N form of every attention, found by the attention's word."""
+"""The explicit N×N form of every attention, found by the name of the attention."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,7 +12,7 @@ EXPLICIT_FORMS: dict[str, Callable[..., Tensor]] = {}
 
 
 def explicit_form(kind: str) -> Callable[[WeightsFunction], WeightsFunction]:
-    """Decorator: this function gives the N×N rows of the attention called `kind`."""
+    """Decorator: register a function that returns the N×N weights of the attention called `kind`."""
 
     def register(function: WeightsFunction) -> WeightsFunction:
         EXPLICIT_FORMS[kind] = function
@@ -22,15 +22,15 @@ def explicit_form(kind: str) -> Callable[[WeightsFunction], WeightsFunction]:
 
 
 def attention_weights(q: Tensor, k: Tensor, *, kind: str, **options: object) -> Tensor:
-    """The rows of an attention, written out: what value j counts for query i.
+    """Return the attention matrix explicitly: entry (i, j) is the weight of value j for query i.
 
     Args:
         q: Queries (batch, heads, queries, width).
         k: Keys (batch, heads, tokens, width).
-        kind: The attention's word, such as "softmax", "linear", "inline".
+        kind: The name of the attention, such as "softmax", "linear", "inline".
         **options: Those of the attention itself, such as scale, feature_map, affine, or bias for softmax. All take
-            mask, (batch, tokens), True = real token; and seen, broadcastable to (batch, heads, queries, tokens), True =
-            the query may see the token. A row is as if the tokens that it may not see were not there.
+            mask, (batch, tokens), True = real token; and attn_mask, broadcastable to (batch, heads, queries, tokens),
+            True = the query may attend to the token. A row is computed as if the other tokens did not exist.
 
     Returns:
         (batch, heads, queries, tokens).

@@ -1,40 +1,41 @@
-"""Reports: one HTML page that needs nothing else, and the same numbers as JSON.
+"""Reports: one self-contained HTML page, and the same numbers as JSON.
 
-A report is a list of sections, a section a list of blocks. What makes a new section is a `Section`; what makes a new
-kind of content is a subclass of `Block` with its own piece of template.
+A report is a list of sections, and a section is a list of blocks. A new kind of content is a subclass of `Block` with
+its own template.
 """
 
 from .blocks import Block, ImageGrid, Picture, Table, Text, Tile
 from .document import Report, Section, environment
-from .plots import (
-    STYLES,
-    Panel,
-    Series,
-    Style,
-    curves_figure,
-    dots_figure,
-    save_drawing,
-    spread_figure,
-    styles_of,
-)
+from .plots import Line, Panel, dots_figure, lines_figure, log_axis, spread_figure
+from .style import STYLES, WIDTH, Style, add_legend, plot_style, save_figure, styles_of, svg_bytes
+from .tables import markdown_table, replace_between, rich_table, wide_console
 
 __all__ = [
     "STYLES",
+    "WIDTH",
     "Block",
     "ImageGrid",
+    "Line",
     "Panel",
     "Picture",
     "Report",
     "Section",
-    "Series",
     "Style",
     "Table",
     "Text",
     "Tile",
-    "curves_figure",
+    "add_legend",
     "dots_figure",
     "environment",
-    "save_drawing",
+    "lines_figure",
+    "log_axis",
+    "markdown_table",
+    "plot_style",
+    "replace_between",
+    "rich_table",
+    "save_figure",
     "spread_figure",
     "styles_of",
+    "svg_bytes",
+    "wide_console",
 ]

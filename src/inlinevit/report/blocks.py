@@ -1,9 +1,10 @@
-"""What a section of a report is made of: text, tables, pictures."""
+"""The content of a section: text, tables, figures, images."""
 
 import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -11,9 +12,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from .plots import svg_bytes
+from .style import svg_bytes
 
-# Everything that is put into a template is escaped, whatever it comes from.
+# Everything that is inserted into a template is escaped.
 TEMPLATES = Environment(
     loader=PackageLoader(__package__, "."),
     autoescape=True,
@@ -24,12 +25,12 @@ TEMPLATES = Environment(
 
 
 class Block:
-    """A piece of content. A subclass is a dataclass with a template, which knows the object as `block`."""
+    """Base class of content. A subclass is a dataclass with a template, in which the object is called `block`."""
 
     template: ClassVar[str]
 
     def html(self) -> Markup:
-        """The block as HTML."""
+        """Return the block as HTML."""
         return Markup(TEMPLATES.from_string(self.template).render(block=self))
 
 
@@ -39,7 +40,7 @@ class Text(Block):
 
     Attributes:
         text: Plain text.
-        is_key: Whether it is what a hurried reader should see.
+        is_key: Whether it is highlighted as the main result.
     """
 
     template = '<p{% if block.is_key %} class="key"{% endif %}>{{ block.text }}</p>'
@@ -50,13 +51,13 @@ class Text(Block):
 
 @dataclass
 class Table(Block):
-    """A table whose first column names the rows.
+    """A table whose first column has the names of the rows.
 
     Attributes:
         headings: One for each column.
-        rows: Cells, as they are to be read.
+        rows: Cells, formatted.
         caption: What the table shows.
-        is_prose: Whether the cells are words rather than numbers.
+        is_prose: Whether the cells are text rather than numbers.
     """
 
     template = """
@@ -86,16 +87,16 @@ class Table(Block):
 
 @dataclass
 class Picture(Block):
-    """A drawing.
+    """A matplotlib figure.
 
     Attributes:
-        figure: matplotlib's.
-        alt: What it shows, for those who cannot see it.
+        figure: The figure.
+        alt: A description for screen readers.
         caption: The text below it.
     """
 
     template = """
-<figure><div class="scroll" tabindex="0"><img class="drawing" src="{{ block.uri }}" alt="{{ block.alt }}"></div>
+<figure><div class="scroll" tabindex="0"><img class="figure" src="{{ block.uri }}" alt="{{ block.alt }}"></div>
 <figcaption>{{ block.caption }}</figcaption></figure>
 """
 
@@ -103,10 +104,15 @@ class Picture(Block):
     alt: str
     caption: str
 
+    @cached_property
+    def svg(self) -> bytes:
+        """The figure as SVG."""
+        return svg_bytes(self.figure)
+
     @property
     def uri(self) -> str:
-        """The drawing itself, as a data URI."""
-        return data_uri("image/svg+xml", svg_bytes(self.figure))
+        """The figure as a data URI."""
+        return data_uri("image/svg+xml", self.svg)
 
 
 @dataclass
@@ -115,7 +121,7 @@ class Tile:
 
     Attributes:
         image: The image.
-        alt: What it shows, for those who cannot see it.
+        alt: A description for screen readers.
         lines: Short lines below it.
     """
 
@@ -125,7 +131,7 @@ class Tile:
 
     @property
     def uri(self) -> str:
-        """The image itself, as a data URI."""
+        """The image as a data URI."""
         buffer = io.BytesIO()
         self.image.save(buffer, format="PNG")
         return data_uri("image/png", buffer.getvalue())
@@ -154,5 +160,5 @@ class ImageGrid(Block):
 
 
 def data_uri(kind: str, content: bytes) -> str:
-    """A file inside an address, so that a page needs no other file."""
+    """Return the content of a file as a data URI, so that a page needs no other file."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

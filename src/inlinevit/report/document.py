@@ -16,7 +16,7 @@ import torch
 from .. import __version__
 from ..utils.atomic import atomic_write_bytes
 from .blocks import TEMPLATES, Block, Picture
-from .plots import save_drawing
+from .style import save_figure
 
 
 @dataclass
@@ -24,10 +24,10 @@ class Section:
     """A part of a report.
 
     Attributes:
-        key: Its name in the JSON file and in links: small letters, digits and hyphens.
+        key: Its name in the JSON file and in links: lower-case letters, digits and hyphens.
         title: Its heading.
-        blocks: What is to be read.
-        data: The numbers behind it, for the JSON file: whatever json can write.
+        blocks: Its content.
+        data: The numbers behind it for the JSON file.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Section:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", self.key):
-            raise ValueError(f"{self.key!r} is no key of a section: use small letters, digits and hyphens")
+            raise ValueError(f"{self.key!r} is not a key of a section: use lower-case letters, digits and hyphens")
 
 
 @dataclass
@@ -47,41 +47,42 @@ class Report:
     Attributes:
         title: The heading of the page.
         intro: What was done, in a sentence or two.
-        sections: What came out, in order.
+        sections: The results, in order.
     """
 
     title: str
     intro: str
     sections: list[Section] = field(default_factory=list)
 
-    def add(self, section: Section) -> None:
-        """Append a section."""
-        if any(section.key == other.key for other in self.sections):
-            raise ValueError(f"there is a section {section.key!r} already: choose another key")
-        self.sections.append(section)
+    def add(self, *sections: Section) -> None:
+        """Append sections."""
+        for section in sections:
+            if any(section.key == other.key for other in self.sections):
+                raise ValueError(f"there is a section {section.key!r} already: choose another key")
+            self.sections.append(section)
 
     def write(self, folder: str | Path, name: str = "report") -> Path:
-        """Write NAME.json and NAME.html, each whole or not at all; returns the path of the page."""
+        """Write NAME.json and NAME.html, each completely or not at all, and return the path of the page."""
         facts = environment()
         content = {"title": self.title, **facts, "sections": {section.key: section.data for section in self.sections}}
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
         page = TEMPLATES.get_template("page.html.jinja").render(report=self, facts=facts)
         path = Path(folder) / f"{name}.html"
-        atomic_write_bytes(
-            path.with_name(f"{name}.json"), (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
-        )
+        atomic_write_bytes(path.with_name(f"{name}.json"), text.encode())
         atomic_write_bytes(path, page.encode())
         return path
 
-    def save_drawings(self, folder: str | Path) -> None:
-        """Write each drawing as KEY.png and KEY.svg, numbered where a section has several."""
+    def save_figures(self, folder: str | Path) -> None:
+        """Write each figure as KEY.png and KEY.svg, numbered where a section has several."""
         for section in self.sections:
-            figures = [block.figure for block in section.blocks if isinstance(block, Picture)]
-            for number, figure in enumerate(figures, start=1):
-                save_drawing(figure, Path(folder), section.key if len(figures) == 1 else f"{section.key}-{number}")
+            pictures = [block for block in section.blocks if isinstance(block, Picture)]
+            for number, picture in enumerate(pictures, start=1):
+                name = section.key if len(pictures) == 1 else f"{section.key}-{number}"
+                save_figure(picture.figure, Path(folder), name, picture.svg)
 
 
 def environment() -> dict[str, Any]:
-    """What numbers depend on beside the code that made them: time, versions, machine."""
+    """Return what numbers depend on besides the code: time, versions, machine."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {

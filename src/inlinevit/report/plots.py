@@ -1,174 +1,121 @@
-"""Drawings for reports: curves, spreads, dots. Each attention has one style, the same everywhere."""
+"""Line, box and dot plots of reports."""
 
-import io
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
-from ..utils.atomic import atomic_write_bytes
+from .style import STYLES, WIDTH, Style, add_legend, plot_style
 
-WIDTH = 9.6
-# Lines with more points than this are drawn without marks.
-MOST_MARKED = 15
-# So many names stand side by side in a legend.
-LEGEND_COLUMNS = 5
-# For print.
-DOTS_PER_INCH = 200
-
-# matplotlib's word for how a line is dashed, or where it begins and the lengths of strokes and gaps.
-Dash = str | tuple[int, tuple[float, ...]]
+# Lines with more points than this have no markers.
+MAX_MARKED = 15
+# Logarithmic axes with at most this many values have a tick at each of them.
+MAX_TICKS = 8
 
 
 @dataclass(frozen=True)
-class Style:
-    """How an attention is called and drawn: told apart by colour, and by shape without it."""
-
-    name: str
-    color: str
-    marker: str
-    dash: Dash
-
-
-# Colours by Okabe and Ito, which the colour-blind tell apart too; the last one is Tol's, for their yellow is too light.
-STYLES = {
-    "softmax": Style("softmax", "#0072B2", "s", "--"),
-    "linear": Style("linear", "#E69F00", "^", ":"),
-    "inline": Style("InLine", "#009E73", "o", "-"),
-    "hydra": Style("Hydra", "#D55E00", "v", "-."),
-    "efficient": Style("efficient", "#56B4E9", "D", (0, (8, 2))),
-    "angular": Style("angular", "#CC79A7", "P", (0, (3, 1, 1, 1, 1, 1))),
-    "enhanced": Style("enhanced", "#000000", "X", (0, (1, 2))),
-    "focused": Style("focused", "#882255", "*", (0, (5, 1, 1, 1))),
-}
-# For what is of no attention of ours, or of several.
-OTHER_COLOR = "#777777"
-# For all but the first model of an attention.
-SPARE_MARKERS = ("<", ">", "h", "p", "d", "8")
-SPARE_DASHES: tuple[Dash, ...] = ((0, (6, 2, 2, 2)), (0, (3, 3)), (0, (10, 3)), (0, (2, 1)))
-# How much of black, of white, ... is in their colours.
-SPARE_SHADES = ((0.0, 0.45), (1.0, 0.45), (0.0, 0.7), (1.0, 0.65))
-
-
-def styles_of(models: Mapping[str, str]) -> dict[str, Style]:
-    """A style for each of several models, as few or as many as there are of an attention.
-
-    The first model of an attention has the attention's own style; the others have shades of its colour, and marks and
-    dashes that no attention has.
-
-    Args:
-        models: The words for their attentions, by what they are called. Other words are drawn grey.
-
-    Returns:
-        By what they are called, and under that name.
-    """
-    seen: Counter[str] = Counter()
-    styles: dict[str, Style] = {}
-    spares = 0
-    for name, attention in models.items():
-        own = STYLES.get(attention)
-        if own is not None and seen[attention] == 0:
-            styles[name] = replace(own, name=name)
-        else:
-            color = _shade(own.color if own is not None else OTHER_COLOR, seen[attention])
-            marker, dash = SPARE_MARKERS[spares % len(SPARE_MARKERS)], SPARE_DASHES[spares % len(SPARE_DASHES)]
-            styles[name] = Style(name, color, marker, dash)
-            spares += 1
-        seen[attention] += 1
-    return styles
-
-
-def _shade(color: str, number: int) -> str:
-    """A colour (0), darker (1), lighter (2), and so on."""
-    if number == 0:
-        return color
-    tone, share = SPARE_SHADES[(number - 1) % len(SPARE_SHADES)]
-    red, green, blue = (share * tone + (1 - share) * part for part in to_rgb(color))
-    return to_hex((red, green, blue))
-
-
-def svg_bytes(figure: Figure) -> bytes:
-    """A drawing as SVG; the same figure makes the same bytes, for they have a fixed salt and no date."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "inlinevit"}):
-        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return buffer.getvalue()
-
-
-def save_drawing(figure: Figure, folder: Path, name: str) -> None:
-    """Write a drawing as NAME.png and NAME.svg."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH, bbox_inches="tight")
-    atomic_write_bytes(folder / f"{name}.png", buffer.getvalue())
-    atomic_write_bytes(folder / f"{name}.svg", svg_bytes(figure))
-
-
-@dataclass
-class Series:
-    """A line of a drawing.
+class Line:
+    """A line of a plot.
 
     Attributes:
-        attention: Whose it is; decides name and style.
-        x: Places.
+        style: Name and look.
+        x: Positions.
         y: Values.
+        low: Lower quartiles; empty = no band.
+        high: Upper quartiles.
+        notes: Texts beside the points; empty = none.
     """
 
-    attention: str
+    style: Style
     x: Sequence[float]
     y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    notes: Sequence[str] = ()
+
+    def plot(self, axes: Axes) -> Artist:
+        """Plot the line and return its legend handle."""
+        look = self.style.line
+        if len(self.x) > MAX_MARKED:
+            look["marker"] = None
+        if self.low:
+            axes.fill_between(self.x, self.low, self.high, color=self.style.color, alpha=0.15, linewidth=0)
+        (handle,) = axes.plot(self.x, self.y, **look)
+        for x, y, note in zip(self.x, self.y, self.notes, strict=False):
+            color = self.style.color
+            axes.annotate(note, (x, y), textcoords="offset points", xytext=(6, -10), color=color, fontsize=9)
+        return handle
 
 
-@dataclass
+@dataclass(frozen=True)
 class Panel:
-    """One set of axes with its lines.
-
-    Attributes:
-        x_label: What goes to the right.
-        y_label: What goes up.
-        series: The lines.
-    """
+    """One pair of axes with its lines; labels include the units."""
 
     x_label: str
     y_label: str
-    series: Sequence[Series]
+    lines: Sequence[Line]
+    title: str = ""
 
 
-def curves_figure(panels: Sequence[Panel], columns: int = 2) -> Figure:
-    """Lines in panels, row by row; panels of a row show the same quantity and share its scale."""
+@plot_style
+def lines_figure(panels: Sequence[Panel], *, log_x: bool = False, log_y: bool = False, share_y: bool = False) -> Figure:
+    """Plot panels in rows of two, with one legend for all of them.
+
+    Args:
+        panels: The panels.
+        log_x: Logarithmic x axes; otherwise they start at 0.
+        log_y: Logarithmic y axes.
+        share_y: Whether the panels of a row show the same quantity and share its scale.
+    """
+    columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(WIDTH, 3.1 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharey="row")
-    for axes, panel in zip(grid.flat, panels, strict=True):
-        for line in panel.series:
-            style = STYLES[line.attention]
-            axes.plot(
-                line.x,
-                line.y,
-                label=style.name,
-                color=style.color,
-                marker=style.marker if len(line.x) <= MOST_MARKED else None,
-                linestyle=style.dash,
-                markersize=4,
-            )
-        axes.set_xlabel(panel.x_label)
-        axes.set_ylabel(panel.y_label)
-        axes.set_xlim(left=0)
-        tidy(axes)
-        axes.grid(alpha=0.25)
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    columns_of_names = min(len(labels), LEGEND_COLUMNS)
-    figure.legend(handles, labels, loc="outside upper center", ncols=columns_of_names, frameon=False)
+    figure = Figure(figsize=(WIDTH if columns > 1 else 0.75 * WIDTH, 3.2 * rows + 0.4))
+    grid = figure.subplots(rows, columns, squeeze=False, sharey="row" if share_y else False)
+    handles: dict[str, Artist] = {}
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for line in panel.lines:
+            handles[line.style.name] = line.plot(axes)
+        axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
+        axes.margins(x=0.06, y=0.1)
+        if log_x:
+            values = sorted({value for line in panel.lines for value in line.x})
+            is_few = len(values) <= MAX_TICKS and not any(line.notes for line in panel.lines)
+            log_axis(axes.xaxis, values if is_few else None)
+            axes.tick_params(axis="x", labelrotation=30 if is_few and len(values) > 5 else 0)
+        else:
+            axes.set_xlim(left=0)
+        if log_y:
+            log_axis(axes.yaxis)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    add_legend(figure, list(handles.values()))
     return figure
 
 
+def log_axis(axis: Axis, values: Sequence[float] | None = None) -> None:
+    """Make an axis logarithmic, with plain numbers (224, not 2.24·10²).
+
+    Args:
+        axis: The axis, with its data.
+        values: Where the ticks are; None = 1, 2, 5, 10, …, or 1, 10, 100, … over many decades.
+    """
+    axis._set_axes_scale("log")  # type: ignore[attr-defined]
+    low, high = axis.get_data_interval()
+    steps = LogLocator(subs=(1, 2, 5) if high < 3000 * low else (1,))
+    axis.set_major_locator(steps if values is None else FixedLocator(list(values)))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
+    axis.minorticks_off()
+
+
+@plot_style
 def spread_figure(samples: Mapping[str, Sequence[float]], label: str) -> Figure:
-    """A box for each attention: the median, the quartiles, and whiskers to the 5th and 95th percentile."""
-    figure = Figure(figsize=(WIDTH, 0.6 + 0.5 * len(samples)), layout="constrained")
+    """Plot one box per attention: median, quartiles, and whiskers to the 5th and 95th percentile."""
+    figure = Figure(figsize=(WIDTH, 0.6 + 0.5 * len(samples)))
     axes = figure.subplots()
     boxes = axes.boxplot(
         list(samples.values()),
@@ -185,42 +132,26 @@ def spread_figure(samples: Mapping[str, Sequence[float]], label: str) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel(label)
-    tidy(axes)
-    axes.grid(axis="x", alpha=0.25)
     return figure
 
 
+@plot_style
 def dots_figure(values: Mapping[str, Sequence[float | None]], names: Sequence[str], label: str) -> Figure:
-    """A line for each name, on which each attention has a dot.
+    """Plot one row per name, with one dot per attention.
 
     Args:
-        values: By attention, a value for each name; None = no dot.
-        names: What the lines are called.
+        values: Attention to one value per name; None = no dot.
+        names: Labels of the rows.
         label: What the values are.
     """
-    figure = Figure(figsize=(WIDTH, 1.0 + 0.3 * len(names)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.0 + 0.3 * len(names)))
     axes = figure.subplots()
     for attention, dots in values.items():
-        style = STYLES[attention]
-        places = [place for place, value in enumerate(dots) if value is not None]
-        axes.plot(
-            [value for value in dots if value is not None],
-            places,
-            label=style.name,
-            color=style.color,
-            marker=style.marker,
-            linestyle="",
-            alpha=0.85,
-        )
-    axes.set_yticks(range(len(names)), names, parse_math=False)
+        rows = [row for row, value in enumerate(dots) if value is not None]
+        found = [value for value in dots if value is not None]
+        axes.plot(found, rows, **{**STYLES[attention].line, "linestyle": ""}, alpha=0.85)
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(label)
-    tidy(axes)
-    axes.grid(alpha=0.25)
-    figure.legend(loc="outside upper center", ncols=min(len(values), LEGEND_COLUMNS), frameon=False)
+    add_legend(figure, axes.lines)
     return figure
-
-
-def tidy(axes: Axes) -> None:
-    """Take away the frame's upper and right side."""
-    axes.spines[["top", "right"]].set_visible(False)

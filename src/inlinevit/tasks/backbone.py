@@ -20,7 +20,6 @@ from ..models.factory import (
     create_published,
     is_ours,
     load_weights,
-    share_taken,
 )
 from ..utils.validation import require
 from .backbone_config import BackboneConfig
@@ -41,8 +40,6 @@ STRIDES = (4, 8, 16, 32)
 MEAN_COLOR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 # Height and width that the strides divide, and windows may not.
 PROBE_SIZE = (96, 160)
-# A file that holds a smaller share of a backbone's weights is one for another model.
-LEAST_SHARE = 0.5
 
 
 def build_on_backbone(
@@ -118,13 +115,7 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
         load_checkpoint(body, config.checkpoint)
     else:
         classes = classes_of_weights(config.backbone, weights, config.checkpoint)
-        body = create_from_weights(config.checkpoint, config.backbone, weights, classes, create, whole=False)
-        # timm leaves out the head, and takes any file at all then.
-        require(
-            share_taken(body, weights) >= LEAST_SHARE,
-            f"{config.checkpoint} does not hold the weights of {config.backbone}: choose the backbone that the file "
-            "was made for",
-        )
+        body = create_from_weights(config.checkpoint, config.backbone, weights, classes, create)
     strides = list(cast(Any, body).feature_info.reduction())
     require(
         set(STRIDES) <= set(strides),

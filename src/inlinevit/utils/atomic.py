@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk cannot spoil: written aside, then renamed."""
+"""Atomic writing: files are written under another name, then renamed, so a kill or a full disk cannot damage them."""
 
 import errno
 import json
@@ -14,18 +14,18 @@ from typing import IO, Any, BinaryIO, TextIO, cast
 
 from PIL import Image
 
-# What the system says when there is no more space for a file.
+# Error numbers when there is no more space for a file.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What is put behind the name of a file that is being written. Longer names than most file systems take are cut.
+# Suffix of a file that is being written. Names that are too long for most file systems are cut.
 UNFINISHED = ".unfinished"
 LONGEST_NAME = 255
-# Files that stand for streams that a process has open, once links in the names of folders are followed.
+# Paths of open streams of a process, after links in the names of folders are resolved.
 OPEN_STREAM = re.compile(r"/proc/(?P<process>\d+)(/task/\d+)?/fd/(?P<number>\d+)")
 MOST_LINKS = 40
 
 
 def make_output_dir(path: Path) -> None:
-    """Make the folder of the results before the work, so that nothing is lost if it cannot be made."""
+    """Create the folder of the results before the work begins, so that nothing is lost if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -34,20 +34,20 @@ def make_output_dir(path: Path) -> None:
 
 @contextmanager
 def disk_full_errors(path: Path) -> Iterator[None]:
-    """A context in which something is written, and a full disk is told of in a sentence."""
+    """Turn the error of a full disk into one with a remedy."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
         raise OSError(
-            f"no space left on the disk for {path}: free some and run the same command again, a training run goes on "
-            "from its last checkpoint"
+            f"no space left on the disk for {path}: free some and run the same command again, a training run "
+            "resumes from its last checkpoint"
         ) from error
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file and see that it is on the disk."""
+    """Write a file and flush it to the disk."""
     with path.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -56,15 +56,15 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A context that gives a path beside a file, for its new content; at the end, it replaces the file.
+    """Yield a path beside a file, for its new content; at the end, it replaces the file.
 
-    Should something go wrong, the file stays as it was, and nothing is left beside it. A symbolic link is replaced
-    itself: the file that it points to is not changed.
+    On an error, the file stays as it was, and nothing is left beside it. A symbolic link is replaced itself: the file
+    that it points to is not changed.
     """
-    aside = path.with_name(_name_aside(path.name))
+    aside = path.with_name(_unfinished_name(path.name))
     with disk_full_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Nothing that lies there is written to, and no link followed.
+        # Whatever exists there is removed, not written to; links are not followed.
         aside.unlink(missing_ok=True)
         try:
             yield aside
@@ -73,49 +73,49 @@ def atomic_path(path: Path) -> Iterator[Path]:
             aside.unlink(missing_ok=True)
 
 
-def _name_aside(name: str) -> str:
-    """The name of a file while it is being written."""
+def _unfinished_name(name: str) -> str:
+    """Return the name of a file while it is being written."""
     length = LONGEST_NAME - len(f".{UNFINISHED}")
     return f".{os.fsdecode(os.fsencode(name)[:length])}{UNFINISHED}"
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """Give a file new content: whoever reads it, whenever, sees all of the old or all of the new."""
+    """Replace the content of a file: readers see all of the old or all of the new content."""
     with atomic_path(path) as aside:
         write_bytes(aside, content)
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is not a file that could be replaced, but a pipe, a device, or a stream such as /dev/stdout."""
+    """Whether a path is a pipe, a device, or a stream such as /dev/stdout, which cannot be replaced."""
     if _descriptor(path) is not None:
         return True
     return os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
 
 
 def _descriptor(path: Path) -> int | None:
-    """The number of the open stream that a path such as /dev/stdout stands for; None if it stands for none."""
-    place = os.path.abspath(path)
-    # Links are followed one by one, because the last of them hides that /dev/stdout stands for a stream.
+    """Return the descriptor of the open stream of a path such as /dev/stdout; None for other paths."""
+    current = os.path.abspath(path)
+    # Links are resolved one by one, because the last of them hides that /dev/stdout is a stream.
     for _ in range(MOST_LINKS):
-        place = os.path.join(os.path.realpath(os.path.dirname(place)), os.path.basename(place))
-        if found := OPEN_STREAM.fullmatch(place):
+        current = os.path.join(os.path.realpath(os.path.dirname(current)), os.path.basename(current))
+        if found := OPEN_STREAM.fullmatch(current):
             return int(found["number"]) if int(found["process"]) == os.getpid() else None
-        if not os.path.islink(place):
+        if not os.path.islink(current):
             return None
-        place = os.path.join(os.path.dirname(place), os.readlink(place))
+        current = os.path.join(os.path.dirname(current), os.readlink(current))
     return None
 
 
 @contextmanager
 def _replacing(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
-    """A stream for new content, opened with a mode and options of `open`; see atomic_text_writer."""
+    """Yield a stream for new content, opened with a mode and options of `open`; see atomic_text_writer."""
     if not is_stream(path):
         with atomic_path(path) as aside, open(aside, mode, **options) as stream:
             yield stream
         return
     descriptor = _descriptor(path)
     if descriptor is not None:
-        # Opened by its name, a stream that goes to a file would begin at the beginning of that file.
+        # Opened by its name, a stream to a file would start at the beginning of that file.
         sys.stdout.flush()
     with disk_full_errors(path), open(path if descriptor is None else os.dup(descriptor), mode, **options) as stream:
         yield stream
@@ -123,13 +123,13 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
 
 @contextmanager
 def atomic_text_writer(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
-    """A context that gives a stream for the new text of a file, in UTF-8, which replaces the file at the end.
+    """Yield a stream for the new text of a file, in UTF-8, which replaces the file at the end.
 
-    Should something go wrong, the file stays as it was. Pipes and devices are written to directly.
+    On an error, the file stays as it was. Pipes and devices are written to directly.
 
     Args:
         path: The file.
-        newline: As for `open`; "" for csv, which writes its own ends of lines.
+        newline: As for `open`; "" for csv, which writes its own line endings.
     """
     with _replacing(path, "w", encoding="utf-8", newline=newline) as stream:
         yield cast(TextIO, stream)
@@ -143,18 +143,18 @@ def atomic_binary_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_write_png(path: Path, image: Image.Image) -> None:
-    """Give a file an image as its content, in PNG's format."""
+    """Write an image as a PNG file."""
     with atomic_binary_writer(path) as stream:
         image.save(stream, format="PNG")
 
 
 def finite(values: dict[str, float]) -> dict[str, float | None]:
-    """Numbers, with None for those that JSON has no word for."""
+    """Return numbers with None for NaN and infinity, which JSON does not have."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
-    """Give a JSON file new content."""
+    """Write a JSON file."""
     atomic_write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
@@ -195,7 +195,7 @@ def json_list_writer(path: Path) -> Iterator[Callable[[Any], None]]:
 
 
 def fsync_dir(path: Path) -> None:
-    """See that renamed files of a folder are on the disk under their new names."""
+    """Flush the names of a folder's files to the disk, after some were renamed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

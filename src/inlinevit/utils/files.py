@@ -1,4 +1,4 @@
-"""Reading files that others have made: only regular files are opened, so that nothing waits for ever."""
+"""Safe reading of files from elsewhere: only regular files are opened, so that nothing blocks."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# What can stand under the name of a file, besides a regular file.
+# Types of files besides regular ones.
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -16,15 +16,15 @@ _KINDS = {
 }
 # Without O_NONBLOCK, opening a named pipe waits for a writer. Not every system has these flags.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
-# Nodes of a YAML file: those of people have thousands.
+# Nodes of a YAML file; usual files have thousands.
 _MOST_NODES = 1_000_000
 
 
 class NotRegularFileError(OSError):
-    """Something that is not a regular file stands under the name of one.
+    """A path is not that of a regular file.
 
     Attributes:
-        kind: What it is, such as "a named pipe".
+        kind: What it is instead, such as "a named pipe".
     """
 
     def __init__(self, path: str | os.PathLike[str], kind: str) -> None:
@@ -35,8 +35,8 @@ class NotRegularFileError(OSError):
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file, or a symbolic link to one, for reading. This never waits for a pipe or a device.
 
-    The type is checked twice: before the file is opened, since opening alone has an effect on some devices, and on the
-    open file, since another one may have taken its place.
+    The type is checked twice: before the file is opened, since opening some devices has effects, and on the open file,
+    since it may have been replaced in between.
 
     Args:
         path: The file.
@@ -61,18 +61,18 @@ def _require_regular(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of a regular file; raises as open_regular does."""
+    """Read a regular file; raises as open_regular does."""
     with open_regular(path) as stream:
         return stream.read()
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The content of a regular file in UTF-8; raises as open_regular does, and ValueError if it is not UTF-8."""
+    """Read a regular file in UTF-8; raises as open_regular does, and ValueError if it is not UTF-8."""
     return read_bytes(path).decode("utf-8")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file.
+    """Read a JSON file.
 
     Raises:
         OSError: It cannot be opened, or it is not a regular file.
@@ -86,7 +86,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """The content of a YAML file of plain values; see parse_yaml.
+    """Read a YAML file of plain values; see parse_yaml.
 
     Raises:
         OSError: It cannot be opened, or it is not a regular file.
@@ -96,17 +96,17 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML as dicts, lists, numbers and words; no objects are built from it.
+    """Parse YAML into dicts, lists, numbers and strings; no other objects are constructed.
 
     Raises:
-        ValueError: It is not valid, or repeats parts of itself until it has more than a million nodes.
+        ValueError: It is not valid, or has more than a million nodes when its aliases are expanded.
     """
     # Here, because the models alone do not need it.
     import yaml
 
     try:
         content = yaml.safe_load(text)
-    # What is wrong with a tag (`!!timestamp x`) makes the library raise more than its own errors.
+    # Wrong tags (`!!timestamp x`) make the library raise other errors than its own.
     except (yaml.YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split())[:300] or type(error).__name__) from error
     except RecursionError as error:
@@ -117,16 +117,16 @@ def parse_yaml(text: str) -> Any:
 
 
 def _count_nodes(value: Any, counts: dict[int, float]) -> float:
-    """How many nodes a structure has when everything that is in it twice is written out.
+    """Count the nodes of a structure when its aliases are expanded.
 
     Args:
         value: The structure.
-        counts: Nodes of the parts that are known, by their identity; gets more.
+        counts: Nodes of parts that are known, by their id; parts of this structure are added.
     """
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in counts:
-        # Until it is known: a part that holds itself has no end.
+        # Until it is known: a part that contains itself is infinite.
         counts[id(value)] = float("inf")
         parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
         counts[id(value)] = 1 + sum(_count_nodes(part, counts) for part in parts)
@@ -134,6 +134,6 @@ def _count_nodes(value: Any, counts: dict[int, float]) -> float:
 
 
 def is_inside(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to a place inside a folder once all symbolic links are followed."""
-    place, home = (Path(os.path.realpath(each)) for each in (path, folder))
-    return home in place.parents
+    """Whether a path is inside a folder after all symbolic links are resolved."""
+    real_path, real_folder = (Path(os.path.realpath(each)) for each in (path, folder))
+    return real_folder in real_path.parents

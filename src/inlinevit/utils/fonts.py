@@ -1,11 +1,11 @@
-"""Text on images: in sizes that can be read, in a font that knows many alphabets."""
+"""Fonts for text on images: legible sizes, many alphabets."""
 
 from functools import cache
 from pathlib import Path
 
 from PIL import Image, ImageFont
 
-# What the shorter side of an image is divided by.
+# The shorter side of an image divided by the size of its text.
 TEXT_PARTS = 36
 SMALLEST_TEXT = 10
 # Images whose longer side is at most half of this are enlarged: text would hide all that is on them.
@@ -13,26 +13,26 @@ LEGIBLE_SIDE = 320
 
 
 def enlargement(image: Image.Image) -> int:
-    """By which whole factor an image is to be enlarged before something is written on it."""
+    """Return the integer factor to enlarge an image by before text is drawn on it."""
     return max(1, LEGIBLE_SIDE // max(image.size))
 
 
 def font_for(image: Image.Image) -> ImageFont.FreeTypeFont:
-    """A font that can be read on an image, also when the whole of it is seen on a screen."""
+    """Return a font that is legible on an image, also when the whole image is shown on a screen."""
     return load_font(max(SMALLEST_TEXT, round(min(image.size) / TEXT_PARTS)))
 
 
 @cache
 def load_font(size: int) -> ImageFont.FreeTypeFont:
-    """A font that knows more alphabets than Pillow's own: matplotlib brings it along."""
-    # Here, because matplotlib takes its time.
+    """Return a font with more alphabets than Pillow's own; it comes with matplotlib."""
+    # Here, because importing matplotlib is slow.
     import matplotlib
 
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), size)
 
 
-def shortened(text: str, font: ImageFont.FreeTypeFont, room: float) -> str:
-    """A text that is not wider than there is room for, but for its first letter."""
-    while len(text) > 1 and font.getlength(text) > room:
+def shortened(text: str, font: ImageFont.FreeTypeFont, max_width: float) -> str:
+    """Return a text cut to a width in pixels; its first letter always stays."""
+    while len(text) > 1 and font.getlength(text) > max_width:
         text = f"{text.removesuffix('…')[:-1]}…"
     return text

@@ -1,6 +1,5 @@
-"""How much memory there is, and refusing what cannot fit into it before any of it is taken."""
+"""Available memory, and errors for what cannot fit into it, before any of it is allocated."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,27 +8,22 @@ from torch import nn
 
 GIGABYTE = 1e9
 FLOAT_BYTES = 4
-# Where Linux tells what a container may take, and has taken.
+# Where Linux has the memory limit and usage of a container.
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes of main memory that could still be taken, without what a container must not take."""
-    available = _system_memory()
+    """Return the bytes of main memory that can still be allocated, within the limit of a container."""
+    # Here, because models alone do not need it.
+    import psutil
+
+    available: int = psutil.virtual_memory().available
     limit, used = (_number_in(CGROUP / name) for name in ("memory.max", "memory.current"))
     return available if limit is None or used is None else max(0, min(available, limit - used))
 
 
-def _system_memory() -> int:
-    """Bytes of main memory that are free, or that there are, where the system does not tell."""
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    free = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return 1024 * int(free) if free else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _number_in(file: Path) -> int | None:
-    """The number in a file of the system; None if there is no such file, or a word in it."""
+    """Return the number in a system file; None if there is no such file, or no number in it."""
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdecimal() else None
 
@@ -51,13 +45,13 @@ def require_memory(needed: float, what: str, remedy: str) -> None:
 
 
 def require_memory_for_images(count: int, channels: int, height: int, width: int, remedy: str) -> None:
-    """Refuse images that do not fit into memory together, as numbers of four bytes.
+    """Refuse a batch of float32 images that does not fit into memory.
 
     Args:
-        count: How many there are at a time.
-        channels: Of each.
-        height: Of each, in pixels.
-        width: Of each, in pixels.
+        count: Images in the batch.
+        channels: Channels of each.
+        height: Height of each, in pixels.
+        width: Width of each, in pixels.
         remedy: What to do instead.
     """
     what = f"a batch of {count} image{'' if count == 1 else 's'} of {height} × {width} pixels"
@@ -68,13 +62,13 @@ def require_memory_for_model(build: Callable[[], nn.Module], name: str, remedy: 
     """Refuse a model whose weights do not fit into memory.
 
     Args:
-        build: Makes the model on torch's default device. It is called on the meta device, where weights take no memory.
-            Models of timm's that cannot be made there are let pass.
-        name: What to call the model.
+        build: Builds the model on torch's default device. It is called on the meta device, where weights need no
+            memory. Models of timm's that cannot be built there are not checked.
+        name: The model, for messages.
         remedy: What to do instead.
     """
     try:
-        # Initial weights must not depend on whether memory was looked at.
+        # Initial weights must not depend on this check.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = build()
     except (RuntimeError, NotImplementedError):

@@ -1,7 +1,7 @@
-"""Randomness that comes back: every step and every sample has a seed of its own.
+"""Reproducible randomness: every step and every sample has its own seed.
 
-A run that is stopped and resumed then draws the same numbers as one that never stopped, and nothing needs to be saved
-but the number of the step.
+A run that is stopped and resumed then has the same random numbers as one that never stopped, and only the number of
+the step needs to be saved.
 """
 
 import random
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-# numpy takes no larger seeds.
+# The largest seed of numpy, plus one.
 SEEDS = 2**32
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed for these numbers: the run's seed, then what tells this draw from all others."""
-    # The number of parts goes in, for numpy does not tell (1,) from (1, 0).
+    """Return a seed for these numbers: the run's seed, then what distinguishes this use from others."""
+    # With the number of parts, because numpy does not distinguish (1,) from (1, 0).
     return int(np.random.SeedSequence((len(parts), *parts)).generate_state(1)[0])
 
 
@@ -28,7 +28,7 @@ def set_seed(seed: int) -> None:
 
 
 def set_cpu_seed(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators on the CPU: all that augmentation draws from."""
+    """Seed Python's, numpy's and torch's generators on the CPU, which augmentation uses."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -36,9 +36,9 @@ def set_cpu_seed(seed: int) -> None:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """A context after which the generators on the CPU are as they were before.
+    """Restore the generators on the CPU at the end of this context.
 
-    Keeping them takes longer than seeding them, so put it around a batch rather than around each of its samples.
+    Saving them takes longer than seeding them, so put it around a batch rather than around each of its samples.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

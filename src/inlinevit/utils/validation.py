@@ -1,4 +1,4 @@
-"""What a value may be: types and ranges of the arguments of models and of the fields of configurations."""
+"""Validation of the arguments of models and of the fields of configurations: types and ranges."""
 
 import types
 import typing
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 # Larger values are mistakes, whatever the machine: pixels along a side, classes.
 MOST_PIXELS = 2**16
 MOST_CLASSES = 2**24
-# How much of a wrong value a message shows.
+# Letters of a wrong value that a message shows.
 SHOWN = 60
 PLAIN_TYPES: dict[Any, str] = {
     int: "a whole number",
@@ -25,7 +25,7 @@ PLAIN_TYPES: dict[Any, str] = {
 
 
 class Range(NamedTuple):
-    """Which numbers are allowed.
+    """A range of allowed numbers.
 
     Attributes:
         least: The smallest one.
@@ -46,7 +46,7 @@ class Range(NamedTuple):
         return is_above and is_below
 
     def describe(self, number: float) -> str:
-        """What a number that is not allowed should be."""
+        """Describe what a number that is not allowed should be."""
         if number > self.most:
             return f"{'below' if self.below_most else 'at most'} {self.most}"
         if number < self.least or (number == self.least and self.above_least):
@@ -55,9 +55,9 @@ class Range(NamedTuple):
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type: those of configurations and of the arguments of models.
+    """Whether a value has a type, one of those of configurations and of the arguments of models.
 
-    Whole numbers are numbers, true and false are not. A list may stand for a tuple, because YAML has no tuples.
+    Integers are numbers, booleans are not. Lists are accepted for tuples, because YAML has no tuples.
     """
     if hint is Any:
         return True
@@ -82,7 +82,7 @@ def has_type(value: Any, hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """A type in words, for messages."""
+    """Describe a type for messages."""
     if hint in PLAIN_TYPES:
         return PLAIN_TYPES[hint]
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -103,7 +103,7 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
     """Refuse a value that has another type, holds NaN or infinity, or is out of range.
 
     Args:
-        name: What to call it.
+        name: Its name, for messages.
         value: The value.
         hint: Its type.
         allowed: The range of the number, or of each number in a list; None = any finite number.
@@ -119,7 +119,7 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
 
 
 def numbers_in(value: Any) -> Iterator[Any]:
-    """The numbers of a value: itself, or those in a list."""
+    """Yield the numbers of a value: itself, or those in a list."""
     if has_type(value, float):
         yield value
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -128,24 +128,24 @@ def numbers_in(value: Any) -> Iterator[Any]:
 
 
 def shorten(value: Any, longest: int = SHOWN) -> str:
-    """A value on one line, for messages, without what could steer a terminal.
+    """Return a value on one line, for messages, without control characters.
 
     Args:
         value: Anything.
         longest: Letters to show at most.
     """
     whole = value if isinstance(value, str) and value.strip() else repr(value)
-    # Cut first: there is no need to look at all of it.
+    # Cut first, because it may be very long.
     text = " ".join(whole[: 10 * longest].split())
     text = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def require(condition: bool, remedy: str) -> None:
-    """Refuse a configuration.
+    """Raise ValueError unless a condition holds.
 
     Args:
-        condition: What must hold.
+        condition: The condition.
         remedy: What is wrong, and what to do.
     """
     if not condition:
@@ -153,7 +153,7 @@ def require(condition: bool, remedy: str) -> None:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """A question after the nearest right name; "" if none is near."""
+    """Return a suggestion of the most similar name; "" if none is similar."""
     near = get_close_matches(word, list(choices), n=1)
     return f"did you mean {near[0]}?" if near else ""
 
@@ -163,8 +163,8 @@ def check_fields(config: Any, section: str, **most: float) -> None:
 
     Args:
         config: A dataclass of plain values.
-        section: What it is called in recipes and options; "" = its fields stand for themselves.
-        **most: The largest values of fields that nothing else limits; what is too small is left to the caller.
+        section: Its name in recipes and options; "" = the names of fields have no prefix.
+        **most: The largest values of fields that have no other limit; the caller checks what is too small.
     """
     for name, hint in _field_types(cast(Any, type(config))).items():
         value, title = vars(config)[name], f"{section}.{name}" if section else name
@@ -191,6 +191,6 @@ def check_shares(config: Any, section: str, *names: str) -> None:
 
 @cache
 def _field_types(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name."""
+    """Return the types of a dataclass's fields, by name."""
     hints = typing.get_type_hints(kind)
     return {one.name: hints[one.name] for one in fields(kind)}

@@ -36,7 +36,7 @@ def test_finished_run_is_read_and_not_trained_again(
     assert outcome.seconds is not None
     assert outcome.seconds > 0
     assert outcome.diverged_step is None
-    # What training says goes to a file, and what nobody goes on from goes.
+    # Messages of the training go to a file, and checkpoints are removed.
     assert "evaluation: top1" in (folder / "training.log").read_text()
     assert capfd.readouterr().err == ""
     assert not (folder / "checkpoints").exists()
@@ -46,7 +46,7 @@ def test_finished_run_is_read_and_not_trained_again(
     assert read_outcome(folder) == outcome
 
 
-def test_interrupted_run_goes_on(config: ClassificationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_resumes(config: ClassificationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_cell(config)
     whole = read_outcome(Path(config.run.output))
     config.run.output = str(tmp_path / "again")
@@ -85,7 +85,7 @@ def test_divergence_is_a_result(config: ClassificationConfig, monkeypatch: pytes
     monkeypatch.setattr(cells, "Trainer", None)
     assert train_cell(config) == Ended("finished")
     (folder / "diverged-step-1-process-0" / "report.json").unlink()
-    with pytest.raises(ValueError, match="remove it to train the run anew"):
+    with pytest.raises(ValueError, match="remove it to train the run again"):
         read_outcome(folder)
 
 

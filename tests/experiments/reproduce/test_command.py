@@ -1,4 +1,4 @@
-"""`inlinevit reproduce`, whole: jobs in processes of their own, resuming, divergence, failures, signals, mistakes."""
+"""`inlinevit reproduce`: parallel jobs, resuming, divergence, failures, signals, mistakes."""
 
 import fcntl
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ class InThisProcess(workers.Workers):
 
     def run(self) -> None:
         for place, config in enumerate(self.configs):
-            self.tell(place, None)
-            self.tell(place, workers.train_cell(config))
+            self.update(place, None)
+            self.update(place, workers.train_cell(config))
 
 
 @pytest.fixture
@@ -57,13 +57,17 @@ def change_one(monkeypatch: pytest.MonkeyPatch, key: str, **optimizer: Any) -> N
     monkeypatch.setattr(command, "cell_config", changed)
 
 
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_jobs_train_what_is_missing(
+    processes: bool,
     small_studies: dict[str, Study],
     data: str,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not processes:
+        monkeypatch.setattr(command, "Workers", InThisProcess)
     change_one(monkeypatch, "linear", lr=1e30, clip_grad=None)
     assert reproduce(data=data, output=str(tmp_path), jobs=2, steps=2) == 0
     assert results(tmp_path) == {"softmax": ["0", "1"], "linear": ["0"], "inline": ["0", "1"]}
@@ -77,15 +81,15 @@ def test_two_jobs_train_what_is_missing(
     assert set(diverged) == {"diverged_step", "diverged_what", "seconds", "cpu_seconds"}
     assert diverged["diverged_step"] == 2
     printed = capfd.readouterr()
-    assert "0 of 5 runs are there" in printed.err
+    assert "0 of 5 runs are finished" in printed.err
     assert "linear-seed0: diverged in step 2" in printed.err
     assert "Traceback" not in printed.err
     assert "diverged in 1 of 1 seeds (step 2)" in printed.out
     assert "holds; linear diverged in 1 of 1" in printed.out
     # Everything is there now, so nothing is trained, and no data are needed.
-    monkeypatch.setattr(workers, "get_context", None)
+    monkeypatch.setattr(command, "Workers", None)
     assert reproduce(output=str(tmp_path), steps=2) == 0
-    assert "5 of 5 runs are there" in capfd.readouterr().err
+    assert "5 of 5 runs are finished" in capfd.readouterr().err
     after = read_json(tmp_path / "results.json")
     assert after["cells"] == record["cells"]
 
@@ -105,7 +109,7 @@ def test_failed_run_does_not_stop_the_others(
     assert "softmax-seed0 failed: " in printed.err
     assert "1 failed: softmax-seed0" in printed.err
     assert results(tmp_path) == {"linear": ["0"]}
-    assert "not known; runs are missing" in printed.out
+    assert "unknown; runs are missing" in printed.out
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -130,22 +134,22 @@ def test_runs_of_another_command_are_left_to_it(
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert reproduce(["first"], data=data, output=str(tmp_path), steps=1) == 0
     assert results(tmp_path) == {"linear": ["0"]}
-    assert "1 are in the hands of another process: softmax-seed0" in capfd.readouterr().err
+    assert "1 are being trained by another process: softmax-seed0" in capfd.readouterr().err
 
 
-def test_board_on_a_terminal(small_studies: dict[str, Study]) -> None:
+def test_progress_on_a_terminal(small_studies: dict[str, Study]) -> None:
     runs = command.plan({"first": 2})
-    board = command.Board(runs, {run.name: None for run in runs})
-    board.tell(runs[0], None, None)
-    board.tell(runs[1], Ended("failed", "why"), None)
-    board.tell(runs[2], Ended("finished"), command.Outcome(top1=12.5))
-    table = board.table()
+    progress = command.ProgressTable(runs, {run.name: None for run in runs})
+    progress.update(runs[0], None, None)
+    progress.update(runs[1], Ended("failed", "why"), None)
+    progress.update(runs[2], Ended("finished"), command.Outcome(top1=12.5))
+    table = progress.table()
     assert [list(column.cells) for column in table.columns] == [
         ["softmax", "linear"],
         ["training", "failed"],
         ["12.50", ""],
     ]
-    assert table.caption == "top-1 %; 1 of 4 runs finished, 1 at work"
+    assert table.caption == "top-1 %; 1 of 4 runs finished, 1 running"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_board_on_a_terminal(small_studies: dict[str, Study]) -> None:
     [
         (["firs"], "there is no study called 'firs': did you mean first?"),
         (["zzz"], "there is no study called 'zzz': choose among first, second"),
-        ([], "nothing yet to show, and no data to train on: name the folder of CIFAR-10's"),
+        ([], "no results yet, and no data to train on: name the folder of CIFAR-10's"),
         (["--data", "/nowhere"], "there is no folder /nowhere: name the folder of CIFAR-10's"),
         (["--steps", "0"], "steps is 0: it should be at least 1"),
         (["--jobs", "0"], "jobs is 0: it should be at least 1"),
@@ -188,7 +192,21 @@ def test_list_trains_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert "injectivity: " in capfd.readouterr().out
 
 
-def test_worker_ends_with_who_sends_it_work() -> None:
+def test_workers_train_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forked processes, which start at once, with a stand-in for the training."""
+    monkeypatch.setattr(workers, "get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr(workers, "train_cell", lambda config: Ended("failed", f"{config} in {os.getpid()}"))
+    updates: list[tuple[int, Ended | None]] = []
+    group = workers.Workers(["a", "b", "c"], 2, lambda place, ended: updates.append((place, ended)))  # type: ignore[list-item]
+    group.run()
+    assert sorted(place for place, ended in updates if ended is None) == [0, 1, 2]
+    ends = {place: ended.error.split(" in ") for place, ended in updates if ended is not None}
+    assert [ends[place][0] for place in range(3)] == ["a", "b", "c"]
+    assert str(os.getpid()) not in {process for _, process in ends.values()}
+    assert not group.processes
+
+
+def test_worker_ends_when_its_connection_closes() -> None:
     ours, theirs = Pipe()
     ours.close()
     workers.work(theirs)
@@ -197,11 +215,11 @@ def test_worker_ends_with_who_sends_it_work() -> None:
 @pytest.mark.slow
 def test_process_that_dies_is_one_failed_run() -> None:
     """The others get a new process."""
-    told: list[tuple[int, Ended | None]] = []
-    group = workers.Workers([Deadly(), Deadly()], 1, lambda place, ended: told.append((place, ended)))  # type: ignore[list-item]
+    updates: list[tuple[int, Ended | None]] = []
+    group = workers.Workers([Deadly(), Deadly()], 1, lambda place, ended: updates.append((place, ended)))  # type: ignore[list-item]
     group.run()
     code = Ended("failed", "its process ended with code 3")
-    assert told == [(0, None), (0, code), (1, None), (1, code)]
+    assert updates == [(0, None), (0, code), (1, None), (1, code)]
 
 
 class Deadly:
@@ -228,7 +246,7 @@ def test_stopped_by_a_signal(number: signal.Signals, data: str, tmp_path: Path) 
     process.send_signal(number)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 128 + number
-    assert said.splitlines() == ["0 of 2 runs are there", "stopped: the same command goes on from here"]
+    assert said.splitlines() == ["0 of 2 runs are finished", "stopped: run the same command again to resume"]
     for run in runs:
         assert not (run / "results.json").exists()
         assert len(list(run.glob("checkpoints/step-*"))) == 1

@@ -41,14 +41,14 @@ def cell(*top1: float | None) -> CellRecord:
         (cell(50, 51, 52), cell(47, 49, 51), Verdict("within noise", 2.0, 2 * math.sqrt(5 / 3))),
         (cell(47, 49, 51), cell(50, 51, 52), Verdict("within noise", -2.0, 2 * math.sqrt(5 / 3))),
         (cell(50, 50), cell(50, 50), Verdict("within noise", 0.0, 0.0)),
-        (cell(60), cell(50, 51), Verdict("not known", 9.5, None, "one seed has no spread")),
-        (cell(), cell(50, 51), Verdict("not known", reason="runs are missing")),
+        (cell(60), cell(50, 51), Verdict("unknown", 9.5, None, "one seed has no spread")),
+        (cell(), cell(50, 51), Verdict("unknown", reason="runs are missing")),
         (cell(60, 61, 62), cell(None, 70, None), Verdict("holds", reason="B diverged in 2 of 3")),
         (cell(60, None, 62), cell(50, 51), Verdict("does not hold", reason="A diverged in 1 of 3")),
         (
             cell(None, None),
             cell(None, None, None),
-            Verdict("diverged alike", reason="A diverged in 2 of 2 and B diverged in 3 of 3"),
+            Verdict("both diverged", reason="A diverged in 2 of 2 and B diverged in 3 of 3"),
         ),
     ],
 )

@@ -3,7 +3,6 @@
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
 from inlinevit.engine.runs import run_weights
+from inlinevit.models import factory
 from inlinevit.tasks.classification.config import ModelConfig
 from inlinevit.tasks.classification.model import build_model, check_model_name
 from inlinevit.tasks.classification.predictor import imagenet_classes, load_classifier, wordnet_names
@@ -75,15 +75,10 @@ def test_mistakes_are_named(config: ModelConfig, message: str, monkeypatch: pyte
 
 
 def refuse_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make timm behave as if the model had no argument for its size."""
-    create = timm.create_model
-
-    def strict(name: str, **arguments: Any) -> nn.Module:
-        if arguments.get("img_size") is not None:
-            raise TypeError("Model.__init__() got an unexpected keyword argument 'img_size'")
-        return create(name, **arguments)
-
-    monkeypatch.setattr(timm, "create_model", strict)
+    """Have the class of a model seem to have no argument for its size."""
+    known = factory.supported_arguments("vit_tiny_patch16_224")
+    without = [argument for argument in known if argument != "img_size"]
+    monkeypatch.setattr(factory, "supported_arguments", lambda name: without)
 
 
 def test_published_names_are_known() -> None:
@@ -219,7 +214,8 @@ def test_a_run_whose_configuration_never_ends_is_refused(tmp_path: Path) -> None
     run = tmp_path / "run"
     save(make_run(run, ["ant", "bee", "cow"]), run / "model.safetensors")
     lines = "".join(
-        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
     )
     (run / "config.yaml").write_text(f"model:\n  a: &a [x]\n{lines}")
     with pytest.raises(ValueError, match=r"config\.yaml is no configuration .*repeats itself"):

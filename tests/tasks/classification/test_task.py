@@ -229,8 +229,6 @@ def test_a_task_learns(tmp_path: Path) -> None:
             str(tmp_path / "run"),
             "--schedule.steps",
             "40",
-        ]
-        + [
             "--schedule.warmup",
             "4",
             "--data.max_train_samples",

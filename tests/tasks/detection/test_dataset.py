@@ -91,7 +91,7 @@ def test_squares_are_not_grouped(source: CocoSource) -> None:
         make_train_loader(source, augment, DetectionDataConfig(), 0, BatchPlan.first(2)) for augment in (SMALL, jitter)
     ]
     assert all(isinstance(data, ShuffledLoader) for data in orders)
-    assert [isinstance(data.order, GroupedSampler) for data in orders] == [True, False]
+    assert [isinstance(data.sampler, GroupedSampler) for data in orders] == [True, False]
 
 
 def test_copy_paste_brings_objects_of_other_images(source: CocoSource) -> None:

@@ -1,11 +1,11 @@
-"""`inlinevit demo`: softmax, linear and InLine attention side by side, in minutes, on images that need no download."""
+"""`inlinevit demo`: train softmax, linear and InLine attention side by side, in minutes and without a download."""
 
 import os
 from pathlib import Path
 
 from rich.console import Console
 
-from ...engine.config import MOST_STEPS, from_plain
+from ...engine.config import MOST_STEPS, config_from_dict
 from ...recipes import load_recipe, merge
 from ...tasks.classification.config import ClassificationConfig
 from ...utils.validation import Range, check_value, require
@@ -22,7 +22,7 @@ def demo_config(
 
     Args:
         attention: One of ATTENTIONS.
-        output: Folder of the run's results.
+        output: Folder of the run.
         data: See demo().
         seed: See demo().
         steps: See demo().
@@ -39,20 +39,20 @@ def demo_config(
             "checkpoint_steps": max(1, steps // 6),
         },
     }
-    return from_plain(ClassificationConfig, merge(load_recipe("embedded", "classification"), changes))
+    return config_from_dict(ClassificationConfig, merge(load_recipe("embedded", "classification"), changes))
 
 
 def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps: int = 900) -> Path:
-    """Train a small softmax, a plain linear and an InLine vision transformer side by side, and report on them.
+    """Train a small softmax, linear and InLine vision transformer side by side, and write a report.
 
-    They see the same images in the same order, for the same number of steps. A demo that was interrupted goes on where
-    it was when it is run again; one that is finished, or was begun with other settings, is run anew.
+    They are trained on the same images in the same order, for the same number of steps. An interrupted demo resumes
+    when it is run again; one that is finished, or that has other settings, starts again.
 
     Args:
-        output: Folder of the results: report.html, report.json, figures/, and a folder for each model.
+        output: Folder of the results: report.html, report.json, figures/, and one folder per model.
         data: "embedded", the Fashion-MNIST images that come with this package; or fashion-mnist:FOLDER, with the
-            folder of its four .gz files, for all of them.
-        seed: Decides initial weights, order of the data and augmentation.
+            folder of the four .gz files of the whole data set.
+        seed: Seed of initial weights, data order and augmentation.
         steps: Training steps of each model.
 
     Returns:
@@ -70,7 +70,7 @@ def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps
     }
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"Three small vision transformers, {steps} training steps each: {', '.join(ATTENTIONS)} attention.")
-    # Imported here, so that the line above comes at once: what follows takes seconds to load.
+    # Imported here, because it takes seconds, and the line above is printed at once.
     from .compare import compare
 
     return compare(folder, configs, console)

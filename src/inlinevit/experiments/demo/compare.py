@@ -1,4 +1,4 @@
-"""Training, timing and testing the demo's models, and reporting on them."""
+"""Train, time, evaluate and analyze the demo's models, and write the report."""
 
 import json
 import shutil
@@ -27,13 +27,13 @@ from ...tasks.classification.metrics import ClassificationEvaluation
 from ...tasks.classification.sources import ArraySource
 from ...tasks.classification.task import Classification
 from ...utils.atomic import atomic_write_json
-from .sections import Candidate, comparison_sections, settings_section
+from .sections import TrainedModel, comparison_sections, settings_section
 
-# Turns that each model has while steps are timed.
+# Timed training steps of each model.
 TIMED_ROUNDS = 25
 STATE_FILE = "demo.json"
 FIGURES = "figures"
-# How much is looked at inside the models.
+# Images of the analysis.
 EFFORT = Effort(images=200, confusion_images=50, batch_size=50)
 
 
@@ -41,29 +41,29 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
     """Train models that differ in their attention, and write a report that compares them.
 
     Args:
-        folder: Where the report goes.
-        configs: Their runs, by attention.
-        console: Where to say how it goes.
+        folder: Folder of the report.
+        configs: Configurations by attention.
+        console: Where to show the progress.
 
     Returns:
         The path of the page.
     """
     started = time.monotonic()
-    # Data that cannot be read are refused before anything is written.
+    # Reads the data, so that errors occur before anything is written.
     tasks = {attention: Classification(config) for attention, config in configs.items()}
     settings = {attention: to_plain(config) for attention, config in configs.items()}
-    make_ready(folder, settings, console)
+    prepare_folder(folder, settings, console)
     trainers = {}
     for number, (attention, task) in enumerate(tasks.items(), start=1):
         console.print(f"{number} of {len(tasks)}: training with {attention} attention")
         trainers[attention] = Trainer(task, configs[attention])
         trainers[attention].run()
     seconds = time_steps(tasks, trainers, console)
-    candidates = {}
+    models = {}
     for attention, task in tasks.items():
-        evaluation, predictions = examine(task, trainers[attention])
+        evaluation, predictions = evaluate_model(task, trainers[attention])
         metrics = (Path(configs[attention].run.output) / "metrics.jsonl").read_text()
-        candidates[attention] = Candidate(
+        models[attention] = TrainedModel(
             parameters=sum(parameter.numel() for parameter in trainers[attention].unwrapped_model.parameters()),
             evaluation=evaluation,
             predictions=predictions,
@@ -73,36 +73,33 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
         )
     report = Report(
         "Three kinds of attention, side by side",
-        "Vision transformers that differ in nothing but their attention were trained on the same images, in the same "
-        "order, for the same number of steps, and tested on images that they had not seen.",
+        "Vision transformers that differ only in their attention were trained on the same images, in the same order, "
+        "for the same number of steps, and tested on other images.",
     )
     source = task.eval_source
     assert isinstance(source, ArraySource)
-    for section in comparison_sections(candidates, source):
-        report.add(section)
-    analyses = [look_inside(attention, task, trainers[attention], console) for attention, task in tasks.items()]
-    for section in analysis_sections(analyses):
-        report.add(section)
+    analyses = [analyze_model(attention, task, trainers[attention], console) for attention, task in tasks.items()]
+    report.add(*comparison_sections(models, source), *analysis_sections(analyses))
     report.add(settings_section(settings, len(task.train_source)))
     path = report.write(folder)
-    report.save_drawings(folder / FIGURES)
+    report.save_figures(folder / FIGURES)
     atomic_write_json(folder / STATE_FILE, {"state": "finished", "settings": settings})
     console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
     return path
 
 
-def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None:
-    """Make the folder ready: as it is, to go on with an interrupted demo; without old results, to begin anew."""
+def prepare_folder(folder: Path, settings: dict[str, Any], console: Console) -> None:
+    """Keep the folder of an interrupted demo with the same settings; remove the results of another demo."""
     file = folder / STATE_FILE
     before = read_state(file)
     if before == {"state": "running", "settings": settings}:
-        console.print(f"{folder} holds a demo that was interrupted: it goes on from there")
+        console.print(f"{folder} has an interrupted demo, which resumes")
         return
     if before is not None:
-        console.print(f"{folder} holds a demo already: it is run anew, and the old results go")
+        console.print(f"{folder} has another demo: it starts again, and the old results are removed")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} holds something else than a demo: name a new folder with --output")
-    # A demo that is killed while it clears the folder leaves nothing to go on with, so the next one clears it again.
+        raise ValueError(f"{folder} has other files than those of a demo: name a new folder with --output")
+    # If the demo is killed while it clears the folder, the next one clears it again instead of resuming.
     atomic_write_json(file, {"state": "clearing", "settings": settings})
     for name in (*settings, FIGURES):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -112,7 +109,7 @@ def make_ready(folder: Path, settings: dict[str, Any], console: Console) -> None
 
 
 def read_state(file: Path) -> dict[str, Any] | None:
-    """What a demo before has left; None if there was none, or the file is not of a demo."""
+    """Return the state of an earlier demo; None if there is none, or the file is not one of a demo."""
     try:
         state = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -123,13 +120,13 @@ def read_state(file: Path) -> dict[str, Any] | None:
 def time_steps(
     tasks: Mapping[str, Classification], trainers: Mapping[str, Trainer], console: Console
 ) -> dict[str, list[float]]:
-    """How long training steps of fresh models take that all see the same images, in seconds."""
+    """Return the seconds of training steps of newly initialised models on the same images."""
     steps = {attention: make_step(task, trainers[attention]) for attention, task in tasks.items()}
     return interleave(steps, rounds=TIMED_ROUNDS, console=console)
 
 
 def make_step(task: Classification, trainer: Trainer) -> Callable[[], None]:
-    """A training step of a fresh model, again and again with the same images."""
+    """Return a training step of a newly initialised model on one batch."""
     model = task.build_model().to(trainer.accelerator.device).train()
     optimizer = make_optimizer(model, task.config.optimizer, trainer.total_batch)
     batch = send_to_device(next(trainer.data.batches(0, 0)), trainer.accelerator.device)
@@ -142,15 +139,15 @@ def make_step(task: Classification, trainer: Trainer) -> Callable[[], None]:
     return step
 
 
-def look_inside(attention: str, task: Classification, trainer: Trainer, console: Console) -> Analysis:
-    """Where the attention of a trained model goes, on some of the test images."""
+def analyze_model(attention: str, task: Classification, trainer: Trainer, console: Console) -> Analysis:
+    """Analyze the attention of a trained model on some of the test images."""
     model = trainer.unwrapped_model.eval()
     subject = Subject(STYLES[attention].name, attention, model, task.spec, task.num_classes)
     return analyze(subject, task.eval_source, EFFORT, console)
 
 
-def examine(task: Classification, trainer: Trainer) -> tuple[ClassificationEvaluation, NDArray[np.int64]]:
-    """How well a trained model does, and the class that it gives to each test image: (images,)."""
+def evaluate_model(task: Classification, trainer: Trainer) -> tuple[ClassificationEvaluation, NDArray[np.int64]]:
+    """Return the evaluation of a trained model and its predicted class for each test image, (images,)."""
     assert isinstance(task.eval_source, ArraySource)
     predictions: list[Tensor] = []
     model = trainer.unwrapped_model.eval()

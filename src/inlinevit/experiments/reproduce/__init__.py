@@ -1,4 +1,4 @@
-"""`inlinevit reproduce`: the paper's ablations on real data, at a size that a few cores can do."""
+"""`inlinevit reproduce`: the paper's ablations on CIFAR-10, small enough for a few CPU cores."""
 
 import os
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from .studies import STEPS, STUDIES, cells_of, plan
 
 __all__ = ["describe_studies", "reproduce"]
 
-# Nobody trains a cell more often.
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 
 
 def reproduce(
@@ -21,33 +20,33 @@ def reproduce(
     seeds: int | None = None,
     steps: int = STEPS,
 ) -> int:
-    """Train what is missing of some studies, print their tables, and write all results to OUTPUT/results.json.
+    """Train the missing runs of some studies, print their tables, and write all results to OUTPUT/results.json.
 
-    Runs that are finished are not trained again, and one that was interrupted goes on where it was. A run that diverges
-    is a result, too. Several commands may share a folder: none trains what another is training.
+    Finished runs are not trained again, and interrupted ones resume. A run that diverges is a result, too. Several
+    commands may share a folder: each run is trained by one of them.
 
     Args:
         studies: Names of studies; none = all.
-        data: Folder of CIFAR-10's train.tar and test.tar, or of the folders train and test; null = show what there is
-            and train nothing.
-        output: Folder of the results, with a folder for each run.
-        jobs: Runs at a time, each in a process with one thread; null = as many as there are cores.
-        seeds: How often each cell is trained; null = as each study says.
+        data: Folder of CIFAR-10's train.tar and test.tar, or of the folders train and test; null = show the present
+            results and train nothing.
+        output: Folder of the results, with one folder per run.
+        jobs: Parallel runs, each in a process with one thread; null = number of cores.
+        seeds: Runs per cell; null = the default of each study.
         steps: Training steps of each run.
 
     Returns:
-        0, or 1 if a run failed for another reason than that it diverged.
+        0, or 1 if a run failed for another reason than divergence.
     """
     check_studies(studies)
     check_value("jobs", jobs, int | None, Range(1, MOST_WORKERS))
-    check_value("seeds", seeds, int | None, Range(1, MOST_SEEDS))
+    check_value("seeds", seeds, int | None, Range(1, MAX_SEEDS))
     check_value("steps", steps, int, Range(1, MOST_STEPS))
-    require(jobs is None or data is not None, "jobs is given, but nothing is trained without data: name --data, too")
+    require(jobs is None or data is not None, "jobs has no effect without data: give --data, too")
     for option, text in (("data", data), ("output", output)):
         require(text is None or bool(text.strip()), f"{option} is empty: name a folder, or leave it out")
     world = os.environ.get("WORLD_SIZE", "1")
     require(world == "1", "reproduce starts its own processes: start it without a launcher, with --jobs")
-    # Imported here, so that mistakes are told at once: what follows takes seconds to load.
+    # Imported here, because it takes seconds, and mistakes are reported at once.
     from .command import run_studies
 
     chosen = [name for name in STUDIES if name in studies or not studies]
@@ -55,14 +54,14 @@ def reproduce(
 
 
 def check_studies(studies: Sequence[str]) -> None:
-    """Refuse names that no study has."""
+    """Raise a ValueError for unknown names of studies."""
     for name in studies:
         hint = did_you_mean(name, STUDIES) or f"choose among {', '.join(STUDIES)}"
         require(name in STUDIES, f"there is no study called {name!r}: {hint}")
 
 
 def describe_studies(studies: Sequence[str] = ()) -> str:
-    """What can be asked for, in lines.
+    """Return a list of studies and their cells.
 
     Args:
         studies: Names of studies; none = all.

@@ -1,4 +1,4 @@
-"""One run: its training, and what it leaves in its folder."""
+"""One run: its training, and its results in its folder."""
 
 import fcntl
 import json
@@ -21,14 +21,14 @@ RESULTS, DIVERGED, TIME, LOCK, LOG = "results.json", "diverged.json", "time.json
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a run.
+    """The result of a run.
 
     Attributes:
-        top1: Percent of the test images that are told right at the end; None if it diverged.
+        top1: Final top-1 accuracy on the test images in percent; None if it diverged.
         loss: Mean loss on the test images; None if it diverged.
-        diverged_step: In which step it diverged; None if it did not.
-        diverged_what: How that showed.
-        seconds: Wall time; None if it is not known.
+        diverged_step: The step in which it diverged; None if it did not.
+        diverged_what: What was not finite.
+        seconds: Wall time; None if unknown.
         cpu_seconds: Processor time.
     """
 
@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def words(self) -> str:
-        """For a line or a cell of a table."""
+        """The accuracy or the step of divergence, for a table."""
         return f"{self.top1:.2f}" if self.top1 is not None else f"diverged in step {self.diverged_step}"
 
 
@@ -50,7 +50,7 @@ class Ended(NamedTuple):
 
     Attributes:
         how: "elsewhere" = another process is training it.
-        error: Why it failed.
+        error: The cause if it failed.
     """
 
     how: Literal["finished", "elsewhere", "failed"]
@@ -58,7 +58,7 @@ class Ended(NamedTuple):
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """What came out of the run in a folder; None if it is not finished."""
+    """Return the outcome of the run in a folder; None if it is not finished."""
     times = read_json(folder / TIME) if (folder / TIME).exists() else {}
     seconds, cpu_seconds = times.get("seconds"), times.get("cpu_seconds")
     if (folder / RESULTS).exists():
@@ -66,27 +66,26 @@ def read_outcome(folder: Path) -> Outcome | None:
         return Outcome(metrics["top1"], metrics["loss"], seconds=seconds, cpu_seconds=cpu_seconds)
     if not (folder / DIVERGED).exists():
         return None
-    # The training loop tells about the step in which it gave up.
     reports = sorted(folder.glob("diverged-step-*/report.json"))
     if not reports:
-        raise ValueError(f"{folder / DIVERGED} stands without the report of its step: remove it to train the run anew")
+        raise ValueError(f"{folder / DIVERGED} exists without the report of its step: remove it to train the run again")
     report = read_json(reports[0])
     return Outcome(diverged_step=report["step"], diverged_what=report["what"], seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What a run has left in a file."""
+    """Return the content of a JSON file of a run."""
     try:
         return json.loads(file.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is damaged: remove the folder {file.parent} to train this run anew") from error
+        raise ValueError(f"{file} is damaged: remove the folder {file.parent} to train this run again") from error
 
 
 def train_cell(config: ClassificationConfig) -> Ended:
-    """Train a run to its end, from where it is, unless it is finished or in the hands of another process.
+    """Train or resume a run, unless it is finished or another process is training it.
 
     Raises:
-        Stopped: A signal asked for it; there is a checkpoint to go on from.
+        Stopped: A signal arrived; there is a checkpoint to resume from.
     """
     folder = Path(config.run.output)
     make_output_dir(folder)
@@ -97,7 +96,7 @@ def train_cell(config: ClassificationConfig) -> Ended:
             return Ended("elsewhere")
         if read_outcome(folder) is not None:
             return Ended("finished")
-        # Several runs at a time would write over one another on the terminal.
+        # Parallel runs would overwrite each other on the terminal.
         with (folder / LOG).open("a") as log, redirect_stderr(log), timed(folder / TIME):
             try:
                 Trainer(Classification(config), config).run()
@@ -109,14 +108,14 @@ def train_cell(config: ClassificationConfig) -> Ended:
                 traceback.print_exc()
                 message = " ".join(str(error).split()).removesuffix(".")
                 return Ended("failed", f"{type(error).__name__}: {message} (see {folder / LOG})")
-        # Weights are left; what a finished run does not need to go on is not.
+        # A finished run keeps its weights, but needs no checkpoints.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return Ended("finished")
 
 
 @contextmanager
 def timed(file: Path) -> Iterator[None]:
-    """A context whose wall time and processor time are added to those in a file."""
+    """Add the wall time and processor time of a context to those in a file."""
     wall, cpu = time.monotonic(), time.process_time()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What `inlinevit reproduce` does: find what is missing, train it, show and write what came out."""
+"""Run studies: find missing runs, train them, print and write the results."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table as RichTable
+from rich.table import Table
 
 from ...engine.config import check_unchanged, read_plain, to_plain
-from ...report import Table
+from ...report import rich_table, wide_console
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.task import Classification
 from ...utils.atomic import make_output_dir
@@ -40,58 +40,58 @@ def run_studies(
     make_output_dir(folder)
 
     def record() -> Record:
-        """Write down what there is by now."""
+        """Write the present results."""
         gathered = gather(folder, seeds=counts, steps=steps, jobs=jobs)
         gathered.write(folder / RECORD)
         return gathered
 
-    with Board(runs, outcomes) as board:
+    with ProgressTable(runs, outcomes) as progress:
 
-        def tell(place: int, ended: Ended | None) -> None:
+        def update(place: int, ended: Ended | None) -> None:
             run = missing[place]
             finished = ended is not None and ended.how == "finished"
-            board.tell(run, ended, read_outcome(folder / run.name) if finished else None)
+            progress.update(run, ended, read_outcome(folder / run.name) if finished else None)
             if finished:
                 record()
 
         if data is not None:
-            Workers([configs[run.name] for run in missing], jobs, tell).run()
+            Workers([configs[run.name] for run in missing], jobs, update).run()
     final = record()
     show(studies, final)
-    return board.conclude(final, folder / RECORD)
+    return progress.conclude(final, folder / RECORD)
 
 
 def check_folder(folder: Path, configs: Mapping[str, ClassificationConfig], steps: int) -> None:
-    """Refuse a folder whose runs have other settings than those that are asked for."""
+    """Raise a ValueError if runs in a folder have other settings."""
     found = [run for cell in cells_of(STUDIES.values()) for run in found_runs(folder, cell)]
     for run in found:
         file = folder / run.name / "config.yaml"
         if not file.exists():
-            # It had not begun to train.
+            # Its training had not started.
             continue
         config = configs.get(run.name) or cell_config(run.cell, seed=run.seed, output=str(folder), steps=steps)
         try:
             check_unchanged(read_plain(file), to_plain(config))
         except ValueError as error:
-            # What is wrong is said there; the remedy is another one here.
+            # The same problem, but another remedy.
             problem = str(error).rpartition(": ")[0]
             raise ValueError(f"{problem}: name another folder with --output, or remove {folder / run.name}") from error
 
 
 def check_data(data: str | None, config: ClassificationConfig) -> None:
-    """Refuse data that cannot be used, before anything is written."""
-    problem = "there is nothing yet to show, and no data to train on" if data is None else f"there is no folder {data}"
+    """Raise an error for unusable data, before anything is written."""
+    problem = "there are no results yet, and no data to train on" if data is None else f"there is no folder {data}"
     what = "the folder of CIFAR-10's train.tar and test.tar, or of its folders train and test"
     require(data is not None and Path(data).is_dir(), f"{problem}: name {what}, with --data")
     Classification(config)
 
 
-class Board:
-    """How far all runs are: a table that fills on a terminal, and a line for each run elsewhere.
+class ProgressTable:
+    """The progress of all runs: a live table on a terminal, or one line per run elsewhere.
 
     Args:
-        runs: All of them.
-        outcomes: What came out of each, by name; None = not finished.
+        runs: All runs.
+        outcomes: Outcomes by name; None = not finished.
     """
 
     def __init__(self, runs: Sequence[Run], outcomes: Mapping[str, Outcome | None]) -> None:
@@ -103,8 +103,8 @@ class Board:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.table, transient=True)
 
-    def __enter__(self) -> "Board":
-        self.console.print(f"{len(self.finished)} of {len(self.runs)} runs are there")
+    def __enter__(self) -> "ProgressTable":
+        self.console.print(f"{len(self.finished)} of {len(self.runs)} runs are finished")
         if self.console.is_terminal and len(self.finished) < len(self.runs):
             self.live.start(refresh=True)
         return self
@@ -112,8 +112,8 @@ class Board:
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def tell(self, run: Run, ended: Ended | None, outcome: Outcome | None) -> None:
-        """A run has begun (None), or ended with an outcome or without."""
+    def update(self, run: Run, ended: Ended | None, outcome: Outcome | None) -> None:
+        """Show that a run has started (None), or has ended with an outcome or without."""
         if ended is None:
             self.words[run.name] = "training"
         elif outcome is not None:
@@ -121,42 +121,42 @@ class Board:
             self.words[run.name] = outcome.words
             accuracy = "top-1 " if outcome.top1 is not None else ""
             minutes = "" if outcome.seconds is None else f", {outcome.seconds / 60:.1f} minutes"
-            self.say(f"{len(self.finished)} of {len(self.runs)}  {run.name}: {accuracy}{outcome.words}{minutes}")
+            self.print(f"{len(self.finished)} of {len(self.runs)}  {run.name}: {accuracy}{outcome.words}{minutes}")
         elif ended.how == "failed":
             self.failed[run.name] = ended.error
             self.words[run.name] = "failed"
-            self.say(f"{run.name} failed: {ended.error}")
+            self.print(f"{run.name} failed: {ended.error}")
         else:
             self.elsewhere.append(run.name)
             self.words[run.name] = "elsewhere"
         if self.live.is_started:
             self.live.refresh()
 
-    def say(self, line: str) -> None:
-        """A line, where there is no table; or one about what the table has no room for."""
+    def print(self, line: str) -> None:
+        """Print a line where there is no live table, or if it reports a failure."""
         if not self.live.is_started or "failed" in line:
             self.console.print(line, markup=False)
 
-    def table(self) -> RichTable:
-        """A row for each cell, a column for each seed."""
+    def table(self) -> Table:
+        """Return one row per cell and one column per seed."""
         seeds = sorted({run.seed for run in self.runs})
-        at_work = sum(word == "training" for word in self.words.values())
-        table = RichTable(
+        running = sum(word == "training" for word in self.words.values())
+        table = Table(
             "",
             *(f"seed {seed}" for seed in seeds),
             box=box.SIMPLE_HEAD,
-            caption=f"top-1 %; {len(self.finished)} of {len(self.runs)} runs finished, {at_work} at work",
+            caption=f"top-1 %; {len(self.finished)} of {len(self.runs)} runs finished, {running} running",
         )
         for cell in dict.fromkeys(run.cell for run in self.runs):
             table.add_row(cell.label, *(self.words.get(Run(cell, seed).name, "") for seed in seeds))
         return table
 
     def conclude(self, record: Record, file: Path) -> int:
-        """Say what is there and what is not; returns the exit code.
+        """Print what is finished and what is missing, and return the exit code.
 
         Args:
-            record: What is there, with what other processes have trained meanwhile.
-            file: Where it is written.
+            record: The results, with those of other processes.
+            file: The file of the results.
         """
         missing = [run.name for run in self.runs if run.seed not in record.cells[run.cell.key].runs]
         self.console.print(f"{len(self.runs) - len(missing)} of {len(self.runs)} runs are finished: {file}")
@@ -165,27 +165,17 @@ class Board:
         if untried:
             self.console.print(f"{len(untried)} are not trained without --data")
         if elsewhere:
-            self.console.print(f"{len(elsewhere)} are in the hands of another process: {', '.join(elsewhere)}")
+            self.console.print(f"{len(elsewhere)} are being trained by another process: {', '.join(elsewhere)}")
         if self.failed:
             self.console.print(f"{len(self.failed)} failed: {', '.join(self.failed)}")
         return 1 if self.failed else 0
 
 
 def show(studies: Sequence[str], record: Record) -> None:
-    """Print the tables of studies; what is no terminal has room for all columns."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+    """Print the tables of studies."""
+    console = wide_console(Console())
     for name in studies:
         study = STUDIES[name]
         console.print(rich_table(cells_table(name, record)))
         if study.claims:
             console.print(rich_table(claims_table(study, record)))
-
-
-def rich_table(table: Table) -> RichTable:
-    """A table for a terminal."""
-    shown = RichTable(*table.headings, title=table.caption, box=box.SIMPLE_HEAD)
-    for row in table.rows:
-        shown.add_row(*row)
-    return shown

@@ -1,4 +1,4 @@
-"""All runs of a folder as one record, and what follows from it: means, spreads, verdicts on claims."""
+"""The record of all runs of a folder: means, spreads, verdicts on claims."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...benchmark.machine import pinned_threads
-from ...engine.config import from_plain
+from ...engine.config import config_from_dict
 from ...report import environment
 from ...tasks.classification.model import build_model
 from ...utils.atomic import atomic_write_json
 from .cells import Outcome, read_outcome
 from .studies import STUDIES, Cell, Claim, Run, Study, cell_config, cells_of
 
-# So many standard errors make a difference.
+# Differences beyond this many standard errors are significant.
 STANDARD_ERRORS = 2
 
 
@@ -29,8 +29,8 @@ class CellRecord:
 
     Attributes:
         options: Arguments of its model.
-        parameters: How many the model has; None before the first run.
-        runs: What came out, by seed; those that are not finished are missing.
+        parameters: Number of parameters; None before the first run.
+        runs: Outcomes of finished runs by seed.
     """
 
     options: dict[str, Any]
@@ -39,12 +39,12 @@ class CellRecord:
 
     @cached_property
     def top1(self) -> list[float]:
-        """Of the runs that did not diverge, in the order of seeds."""
+        """Accuracies of the runs that did not diverge, by seed."""
         return [run.top1 for _, run in sorted(self.runs.items()) if run.top1 is not None]
 
     @property
     def diverged(self) -> list[int]:
-        """The steps in which runs diverged, in the order of seeds."""
+        """The steps in which runs diverged, by seed."""
         return [run.diverged_step for _, run in sorted(self.runs.items()) if run.diverged_step is not None]
 
     @property
@@ -61,12 +61,12 @@ class CellRecord:
 
 @dataclass
 class Record:
-    """What came out of studies.
+    """The results of studies.
 
     Attributes:
-        settings: Steps and images of a run, seeds by study, runs at a time.
+        settings: Steps and images of a run, seeds by study, parallel runs.
         cells: By key; each once, although several studies may have it.
-        facts: What report.environment() tells.
+        facts: See report.environment().
     """
 
     settings: dict[str, Any]
@@ -75,42 +75,38 @@ class Record:
 
     @property
     def core_hours(self) -> float:
-        """Processor time of all runs, of which it is known."""
+        """Processor time of all runs for which it is known."""
         return sum(run.cpu_seconds or 0.0 for cell in self.cells.values() for run in cell.runs.values()) / 3600
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
         cells = {key: asdict(cell) for key, cell in self.cells.items()}
         for cell in cells.values():
-            cell["runs"] = {str(seed): without_none(run) for seed, run in cell["runs"].items()}
+            for seed, run in cell["runs"].items():
+                cell["runs"][seed] = {name: value for name, value in run.items() if value is not None}
         studies = {name: [cell.key for cell in study.cells] for name, study in STUDIES.items()}
         atomic_write_json(path, {**self.facts, "settings": self.settings, "studies": studies, "cells": cells})
 
 
-def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def read_record(path: Path) -> Record:
-    """What Record.write() has written."""
+    """Read a file of Record.write()."""
     content = json.loads(path.read_text())
     cells = {}
     for key, cell in content.pop("cells").items():
-        runs = {int(seed): from_plain(Outcome, run) for seed, run in cell["runs"].items()}
+        runs = {int(seed): config_from_dict(Outcome, run) for seed, run in cell["runs"].items()}
         cells[key] = CellRecord(cell["options"], cell["parameters"], runs)
     del content["studies"]
     return Record(content.pop("settings"), cells, content)
 
 
 def gather(output: Path, *, seeds: Mapping[str, int], steps: int, jobs: int) -> Record:
-    """The record of all runs in a folder.
+    """Return the record of all runs in a folder.
 
     Args:
         output: The folder.
-        seeds: How often the cells of each study are to be trained.
+        seeds: Runs per cell, by study.
         steps: Training steps of each run.
-        jobs: Runs at a time.
+        jobs: Parallel runs.
     """
     cells = {}
     for cell in cells_of(STUDIES.values()):
@@ -131,18 +127,17 @@ def gather(output: Path, *, seeds: Mapping[str, int], steps: int, jobs: int) -> 
 
 
 def found_runs(output: Path, cell: Cell) -> list[Run]:
-    """The runs of a cell that have a folder."""
+    """Return the runs of a cell that have a folder."""
     seeds = [folder.name.removeprefix(Run(cell, 0).name[:-1]) for folder in output.glob(f"{cell.key}-seed*")]
     return [Run(cell, seed) for seed in sorted(int(text) for text in seeds if text.isdecimal())]
 
 
 class Verdict(NamedTuple):
-    """What the runs say of a claim.
+    """Whether a claim holds.
 
     Attributes:
-        word: "holds", "does not hold", "within noise", "diverged alike" or "not known".
-        difference: Mean accuracy of the better less that of the worse, as the claim calls them; None if they cannot be
-            compared.
+        word: "holds", "does not hold", "within noise", "both diverged" or "unknown".
+        difference: Mean accuracy of the cell that should be better minus that of the other; None if unknown.
         noise: STANDARD_ERRORS of that difference; None without several seeds.
         reason: Why the word does not follow from the difference; "" if it does.
     """
@@ -153,12 +148,12 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-# The verdict on a claim of several pairs is the first of these that a pair has.
-WORST_FIRST = ("does not hold", "not known", "diverged alike", "within noise", "holds")
+# The verdict on a claim of several pairs is the first of these.
+WORST_FIRST = ("does not hold", "unknown", "both diverged", "within noise", "holds")
 
 
 def judge(claim: Claim, record: Record, study: Study) -> list[Verdict]:
-    """A verdict for each pair of a claim; that on the claim itself is worst()."""
+    """Return one verdict per pair of a claim; that on the claim itself is worst()."""
     labels = {cell.key: cell.label for cell in study.cells}
     return [
         judge_pair(record.cells[better], record.cells[worse], labels[better], labels[worse])
@@ -167,14 +162,14 @@ def judge(claim: Claim, record: Record, study: Study) -> list[Verdict]:
 
 
 def worst(verdicts: list[Verdict]) -> str:
-    """The word for several pairs together."""
+    """Return the word for several pairs together."""
     return min((verdict.word for verdict in verdicts), key=WORST_FIRST.index)
 
 
 def judge_pair(better: CellRecord, worse: CellRecord, better_label: str, worse_label: str) -> Verdict:
-    """Whether one cell is better than another."""
+    """Return whether one cell is better than another."""
     if not better.runs or not worse.runs:
-        return Verdict("not known", reason="runs are missing")
+        return Verdict("unknown", reason="runs are missing")
     if better.diverged or worse.diverged:
         shares = [len(cell.diverged) / len(cell.runs) for cell in (better, worse)]
         reason = " and ".join(
@@ -182,13 +177,12 @@ def judge_pair(better: CellRecord, worse: CellRecord, better_label: str, worse_l
             for cell, label in ((better, better_label), (worse, worse_label))
             if cell.diverged
         )
-        alike = shares[0] == shares[1]
-        return Verdict(
-            "diverged alike" if alike else "holds" if shares[0] < shares[1] else "does not hold", reason=reason
-        )
+        is_same = shares[0] == shares[1]
+        word = "both diverged" if is_same else "holds" if shares[0] < shares[1] else "does not hold"
+        return Verdict(word, reason=reason)
     difference = mean(better.top1) - mean(worse.top1)
     if min(len(better.top1), len(worse.top1)) < 2:
-        return Verdict("not known", difference, reason="one seed has no spread")
+        return Verdict("unknown", difference, reason="one seed has no spread")
     noise = STANDARD_ERRORS * math.sqrt(better.squared_error + worse.squared_error)
     word = "holds" if difference > noise else "does not hold" if difference < -noise else "within noise"
     return Verdict(word, difference, noise)

@@ -1,14 +1,14 @@
-"""The paper's ablations as tables of cells: what each trains, and what the paper expects of it."""
+"""The paper's ablations: the models of each study, and what the paper expects of them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ...engine.config import from_plain
+from ...engine.config import config_from_dict
 from ...recipes import load_recipe, merge
 from ...tasks.classification.config import ClassificationConfig
 
-# Steps of 64 images that each cell is trained for.
+# Training steps of 64 images.
 STEPS = 1000
 
 
@@ -17,7 +17,7 @@ class Model:
     """The transformer that all cells of a study share.
 
     Attributes:
-        patch_size: Side of a patch; images have 32 pixels.
+        patch_size: Side length of a patch; images have 32 × 32 pixels.
         embed_dim: Channels.
         depth: Blocks.
         num_heads: Heads.
@@ -27,11 +27,6 @@ class Model:
     embed_dim: int
     depth: int
     num_heads: int
-
-    @property
-    def grid(self) -> int:
-        """Tokens along a side of the map."""
-        return 32 // self.patch_size
 
 
 # 8 × 8 tokens, and 16 × 16 tokens of fewer channels.
@@ -44,10 +39,10 @@ class Cell:
     """One model of a study.
 
     Attributes:
-        key: Names it on the command line and its folder; cells of several studies that are the same have the same key.
-        label: Names it in the table.
-        options: Arguments of the model in which it differs from others.
-        model: The transformer that they are given to.
+        key: Its name in folders; equal cells of several studies have the same key.
+        label: Its name in tables.
+        options: Its own arguments of the model.
+        model: The transformer.
     """
 
     key: str
@@ -58,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper expects: every one of some cells above every one of others.
+    """An expectation of the paper: some cells have a higher accuracy than others.
 
     Attributes:
         text: In words.
@@ -75,10 +70,10 @@ class Study:
 
     Attributes:
         title: Its heading.
-        question: What it is to tell.
+        question: Its question.
         cells: Its rows.
-        claims: What the paper expects of them.
-        seeds: How often each cell is trained.
+        claims: What the paper expects.
+        seeds: Runs per cell.
     """
 
     title: str
@@ -91,7 +86,7 @@ class Study:
 def attention_cell(
     key: str, label: str, attention: str, *, model: Model = COARSE, window_size: int | None = None, **own: Any
 ) -> Cell:
-    """A cell with this attention and these options of its own."""
+    """Return a cell with an attention and its options."""
     options: dict[str, Any] = {"attention": attention}
     if own:
         options["attn_kwargs"] = own
@@ -111,7 +106,9 @@ PLAIN_INLINE = {
 INLINE = {phi: attention_cell(f"inline-{phi}", f"InLine, {MAPS[phi]}", "inline", feature_map=phi) for phi in MAPS}
 SOFTMAX = attention_cell("softmax", "softmax", "softmax")
 UNIT_SOFTMAX = attention_cell("softmax-unit", "softmax, queries of unit length", "softmax", unit_queries=True)
-RIVALS = {word: attention_cell(word, word, word) for word in ("hydra", "efficient", "angular", "enhanced", "focused")}
+BASELINES = {
+    word: attention_cell(word, word, word) for word in ("hydra", "efficient", "angular", "enhanced", "focused")
+}
 WINDOWS = (2, 4, 8, 16)
 WINDOWED = {
     (width, residual): attention_cell(
@@ -130,7 +127,7 @@ ABLATED_MAPS = ("relu", "relu_affine", "leaky_relu", "identity")
 STUDIES = {
     "injectivity": Study(
         "Injectivity: dividing or subtracting",
-        "Linear and InLine attention differ in one thing here: rows are made to sum to 1 by division, which loses the "
+        "Linear and InLine attention differ in one thing here: weights are normalised by division, which loses the "
         "length of a query, or by subtraction, which keeps it.",
         (*(LINEAR[phi] for phi in ABLATED_MAPS), *(PLAIN_INLINE[phi] for phi in ABLATED_MAPS)),
         tuple(
@@ -140,14 +137,14 @@ STUDIES = {
     ),
     "softmax": Study(
         "Injectivity: softmax that loses the length of its queries",
-        "If injectivity matters, softmax should suffer when its queries pass a map that is not injective.",
+        "If injectivity matters, softmax should be worse with queries that pass a map that is not injective.",
         (SOFTMAX, UNIT_SOFTMAX),
         (Claim("plain softmax above softmax of unit queries", ((SOFTMAX.key, UNIT_SOFTMAX.key),)),),
     ),
     "locality": Study(
         "Locality: windows and the local residual",
-        "InLine attention within windows from 2 tokens wide up to the whole map of 16 × 16, shifted in every second "
-        "block, with and without the local residual.",
+        "InLine attention within windows from 2 × 2 tokens to the whole feature map of 16 × 16, shifted in every "
+        "second block, with and without the local residual.",
         tuple(WINDOWED.values()),
         (
             *(
@@ -171,13 +168,13 @@ STUDIES = {
         (),
         seeds=2,
     ),
-    "rivals": Study(
+    "baselines": Study(
         "All attentions under one budget",
         "Every attention that this library has, in the same transformer.",
-        (SOFTMAX, LINEAR["relu"], *RIVALS.values(), INLINE["identity"]),
+        (SOFTMAX, LINEAR["relu"], *BASELINES.values(), INLINE["identity"]),
         tuple(
             Claim(f"InLine above {cell.label}", ((INLINE["identity"].key, cell.key),))
-            for cell in (SOFTMAX, LINEAR["relu"], *RIVALS.values())
+            for cell in (SOFTMAX, LINEAR["relu"], *BASELINES.values())
         ),
     ),
 }
@@ -191,20 +188,20 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its folder."""
+        """The name of its folder."""
         return f"{self.cell.key}-seed{self.seed}"
 
 
 def cells_of(studies: Iterable[Study]) -> list[Cell]:
-    """The cells of some studies, each once."""
+    """Return the cells of some studies, each once."""
     return list({cell.key: cell for study in studies for cell in study.cells}.values())
 
 
 def plan(seeds: Mapping[str, int]) -> list[Run]:
-    """The runs of some studies, each once: the first seed of all cells, then the second, …
+    """Return the runs of some studies, each once: the first seed of all cells, then the second, …
 
     Args:
-        seeds: How often the cells of each study are trained, by its name.
+        seeds: Runs per cell, by study.
     """
     studies = {name: STUDIES[name] for name in seeds}
     runs = (
@@ -223,11 +220,11 @@ def cell_config(
     """Return the recipe "reproduce" for one cell; cells of one model differ in the options of the model only.
 
     Args:
-        cell: Which one.
-        seed: Decides initial weights, order of the data and augmentation.
+        cell: The cell.
+        seed: Seed of initial weights, data order and augmentation.
         data: Folder of CIFAR-10's train.tar and test.tar, or of the folders train and test.
-        output: Folder of all runs; this one gets a folder in it.
-        steps: Length of the training.
+        output: Folder of all runs, with one folder per run.
+        steps: Training steps.
     """
     changes = {
         "data": {"path": data},
@@ -240,4 +237,4 @@ def cell_config(
             "log_every": max(1, steps // 10),
         },
     }
-    return from_plain(ClassificationConfig, merge(load_recipe("reproduce", "classification"), changes))
+    return config_from_dict(ClassificationConfig, merge(load_recipe("reproduce", "classification"), changes))

@@ -1,22 +1,21 @@
-"""The record as tables, for terminals and documents."""
+"""The tables of a record, in a terminal and in Markdown."""
 
 import json
 import shlex
 from statistics import mean, stdev
 
-from ...benchmark.report import markdown_table, put_between
-from ...report import Table
+from ...report import Table, markdown_table, replace_between
 from .record import CellRecord, Record, judge, worst
 from .studies import COARSE, FINE, SOFTMAX, STUDIES, WINDOWED, Cell, Study, cell_config, plan
 
 DATA = "path/to/cifar10"
-# Recipes that `inlinevit train` takes, by model, and the cell whose run each of them is.
+# Recipes by model, and the cell that each of them trains.
 RECIPES = {COARSE: "reproduce", FINE: "reproduce_16x16"}
 RECIPE_CELLS = {COARSE: SOFTMAX, FINE: WINDOWED[16, True]}
 
 
 def cells_table(name: str, record: Record) -> Table:
-    """A row for each cell of a study."""
+    """Return one row per cell of a study."""
     study, seeds = STUDIES[name], record.settings["seeds"][name]
     rows = []
     for cell in study.cells:
@@ -30,11 +29,11 @@ def cells_table(name: str, record: Record) -> Table:
                 f"{found.minutes:.1f}" if found.minutes is not None else "–",
             )
         )
-    return Table(("attention", "seeds", "top-1 %", "parameters", "minutes a run"), rows, study.title)
+    return Table(("attention", "seeds", "top-1 %", "parameters", "minutes per run"), rows, study.title)
 
 
 def accuracy_words(cell: CellRecord) -> str:
-    """Mean, standard deviation and single values, or how often and where it diverged."""
+    """Return mean, standard deviation and values, or how often and when runs diverged."""
     values = ", ".join(f"{value:.2f}" for value in cell.top1)
     if cell.diverged:
         steps = f"step{'s' if len(cell.diverged) > 1 else ''} {', '.join(f'{step:,}' for step in cell.diverged)}"
@@ -47,7 +46,7 @@ def accuracy_words(cell: CellRecord) -> str:
 
 
 def claims_table(study: Study, record: Record) -> Table:
-    """What the paper expects, and whether it is so here."""
+    """Return what the paper expects, and whether it holds here."""
     rows = []
     for claim in study.claims:
         verdicts = judge(claim, record, study)
@@ -59,11 +58,11 @@ def claims_table(study: Study, record: Record) -> Table:
                 "; ".join(dict.fromkeys([worst(verdicts), *(one.reason for one in verdicts if one.reason)])),
             )
         )
-    return Table(("the paper expects", "difference", "two standard errors", "here"), rows, "Its claims")
+    return Table(("the paper expects", "difference", "two standard errors", "here"), rows, "Claims")
 
 
 def train_command(cell: Cell, seed: int = 0) -> str:
-    """`inlinevit train` with the settings of one run."""
+    """Return the `inlinevit train` command of one run."""
     given = RECIPE_CELLS[cell.model].options
     words = ["inlinevit", "train", "--config", RECIPES[cell.model], "--data.path", DATA]
     for name, value in cell.options.items():
@@ -74,7 +73,7 @@ def train_command(cell: Cell, seed: int = 0) -> str:
 
 
 def study_markdown(name: str, record: Record) -> str:
-    """A study for a document: question, command, tables, and how to train each row alone."""
+    """Return a study in Markdown: question, command, tables, and the command of each row."""
     study = STUDIES[name]
     parts = [
         study.question,
@@ -84,12 +83,14 @@ def study_markdown(name: str, record: Record) -> str:
     if study.claims:
         parts.append(markdown_table(claims_table(study, record)))
     commands = "\n".join(train_command(cell) for cell in study.cells)
-    parts.append(f"<details><summary>Each row alone, with seed 0</summary>\n\n```sh\n{commands}\n```\n\n</details>")
+    parts.append(
+        f"<details><summary>Commands of the rows, with seed 0</summary>\n\n```sh\n{commands}\n```\n\n</details>"
+    )
     return "\n\n".join(parts) + "\n"
 
 
 def summary_markdown(record: Record) -> str:
-    """What was run, and where, for a document."""
+    """Return runs, time and machine in Markdown."""
     settings, machine, versions = record.settings, record.facts["machine"], record.facts["versions"]
     planned = plan(settings["seeds"])
     finished = [run for cell in record.cells.values() for run in cell.runs.values()]
@@ -97,15 +98,15 @@ def summary_markdown(record: Record) -> str:
     return (
         f"{len(finished)} runs of {len(planned)} are finished, and {diverged} of them diverged. A run has "
         f"{settings['steps']:,} steps of {settings['batch_size']} images. Together they took {record.core_hours:.1f} "
-        f"core-hours of processor time, {settings['jobs']} at a time with {machine['threads']} thread each, on "
+        f"core-hours of processor time, {settings['jobs']} in parallel with {machine['threads']} thread each, on "
         f"{machine['cores']} cores ({machine['system']}), with torch {versions['torch']}, timm {versions['timm']} and "
         f"Python {versions['python']}.\n"
     )
 
 
 def rewritten(page: str, record: Record) -> str:
-    """A document with the record between its marks: <!-- reproduce -->, and <!-- reproduce-NAME --> for each study."""
-    page = put_between(page, "reproduce", summary_markdown(record))
+    """Return a page with the tables between <!-- reproduce -->, and <!-- reproduce-NAME --> of each study."""
+    page = replace_between(page, "reproduce", summary_markdown(record))
     for name in STUDIES:
-        page = put_between(page, f"reproduce-{name}", study_markdown(name, record))
+        page = replace_between(page, f"reproduce-{name}", study_markdown(name, record))
     return page

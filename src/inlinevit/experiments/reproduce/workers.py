@@ -1,4 +1,4 @@
-"""Processes that train one run after another, several at a time."""
+"""Processes that train runs in parallel."""
 
 import signal
 from collections import deque
@@ -15,12 +15,12 @@ from ...engine.trainer import Stopped
 from ...tasks.classification.config import ClassificationConfig
 from .cells import Ended, train_cell
 
-# Told of each run, by its place: None when it begins, and how it ended.
+# Called with the index of a run: with None when it starts, and with the result when it ends.
 Listener = Callable[[int, Ended | None], None]
 
 
 def work(connection: Connection) -> None:
-    """What a worker does: train what it is sent, until nobody is there to send anything."""
+    """Train the configurations that arrive, until the connection closes."""
     torch.set_num_threads(1)
     try:
         while True:
@@ -30,27 +30,27 @@ def work(connection: Connection) -> None:
 
 
 class Workers:
-    """A few processes that share out runs among themselves.
+    """A pool of processes, each of which trains one run at a time.
 
     Args:
-        configs: The runs, in the order of their turn.
-        jobs: How many processes.
-        tell: Told of each run that begins or ends.
+        configs: The runs, in order.
+        jobs: Number of processes.
+        update: Called when a run starts or ends.
     """
 
-    def __init__(self, configs: Sequence[ClassificationConfig], jobs: int, tell: Listener) -> None:
-        self.configs, self.tell = configs, tell
+    def __init__(self, configs: Sequence[ClassificationConfig], jobs: int, update: Listener) -> None:
+        self.configs, self.update = configs, update
         self.left = deque(range(len(configs)))
         self.processes: dict[Connection, SpawnProcess] = {}
-        self.at_work: dict[Connection, int] = {}
+        self.running: dict[Connection, int] = {}
         self.jobs = min(jobs, len(configs))
         self.stop_signal: int | None = None
 
     def run(self) -> None:
-        """Train all.
+        """Train all runs.
 
         Raises:
-            Stopped: SIGTERM or Ctrl-C asked for it; runs at work have left checkpoints.
+            Stopped: SIGTERM or Ctrl-C arrived; running trainings have saved checkpoints.
         """
         with self.stoppable():
             try:
@@ -59,18 +59,18 @@ class Workers:
                 while self.processes:
                     for connection in wait(list(self.processes)):
                         assert isinstance(connection, Connection)
-                        self.hear(connection)
+                        self.receive(connection)
             finally:
                 for process in self.processes.values():
                     process.kill()
         if self.stop_signal is not None:
-            raise Stopped("stopped: the same command goes on from here", self.stop_signal)
+            raise Stopped("stopped: run the same command again to resume", self.stop_signal)
 
     def start(self) -> None:
-        """Start a process and give it work."""
+        """Start a process and send it a run."""
         ours, theirs = get_context("spawn").Pipe()
         process = get_context("spawn").Process(target=work, args=(theirs,), daemon=True)
-        # Ctrl-C reaches all processes of a terminal; those that are not yet training leave it to this one.
+        # Ctrl-C reaches all processes of a terminal; those that are not training yet ignore it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             process.start()
@@ -78,27 +78,27 @@ class Workers:
             signal.signal(signal.SIGINT, before)
         theirs.close()
         self.processes[ours] = process
-        self.give(ours)
+        self.send(ours)
         if self.stop_signal is not None:
-            # It was not there yet when the signal was passed on.
+            # It did not exist when the signal was passed on.
             process.terminate()
 
-    def give(self, connection: Connection) -> None:
-        """Give a process its next work, or let it go."""
+    def send(self, connection: Connection) -> None:
+        """Send a process its next run, or end it if there is none."""
         if self.left and self.stop_signal is None:
             place = self.left.popleft()
-            self.at_work[connection] = place
-            self.tell(place, None)
-            # A process that has just died is found by hear().
+            self.running[connection] = place
+            self.update(place, None)
+            # A process that has just died is found by receive().
             with suppress(ConnectionError):
                 connection.send(self.configs[place])
         else:
             connection.close()
             self.processes.pop(connection).join()
 
-    def hear(self, connection: Connection) -> None:
-        """Take what a process says: how its run ended, or that it is no more."""
-        place = self.at_work.pop(connection)
+    def receive(self, connection: Connection) -> None:
+        """Receive how a run ended, or that its process has died."""
+        place = self.running.pop(connection)
         try:
             ended = connection.recv()
         except (EOFError, ConnectionError):
@@ -106,21 +106,21 @@ class Workers:
             process.join()
             connection.close()
             if self.stop_signal is None:
-                self.tell(place, Ended("failed", f"its process ended with code {process.exitcode}"))
+                self.update(place, Ended("failed", f"its process ended with code {process.exitcode}"))
                 if self.left:
                     self.start()
             return
-        self.tell(place, ended)
-        self.give(connection)
+        self.update(place, ended)
+        self.send(connection)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """A context in which SIGTERM and Ctrl-C let all processes stop after the step at hand."""
+        """Pass SIGTERM and Ctrl-C on to all processes, which then stop after the present step."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             again, self.stop_signal = self.stop_signal is not None, number
             for process in list(self.processes.values()):
-                # Asked for the second time: the user does not want to wait.
+                # The second Ctrl-C: the user does not want to wait.
                 process.kill() if again and number == signal.SIGINT else process.terminate()
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}

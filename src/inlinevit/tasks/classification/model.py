@@ -83,7 +83,7 @@ def _build_with_weights(config: ModelConfig, num_classes: int, new_head: bool) -
     def create(**given: Any) -> nn.Module:
         return _create(config, classes, **given)
 
-    model = create_from_weights(config.checkpoint, config.name, weights, classes, create, whole=True)
+    model = create_from_weights(config.checkpoint, config.name, weights, classes, create)
     if classes != num_classes:
         # Only now, because timm takes any file at all if it must leave out the head.
         cast(Any, model).reset_classifier(num_classes)

@@ -59,7 +59,7 @@ class CascadeRoIHeads(nn.Module):
     ) -> dict[str, Tensor]:
         """The losses of all stages, each on the boxes that the one before has refined."""
         losses: dict[str, Tensor] = {}
-        for number, (stage, weight) in enumerate(zip(self.stages, self.loss_weights)):
+        for number, (stage, weight) in enumerate(zip(self.stages, self.loss_weights, strict=True)):
             proposals, matched, labels, box_targets = stage.select_training_samples(proposals, targets)
             logits, deltas = classify(stage, features, proposals, image_shapes)
             loss_class, loss_box = fastrcnn_loss(logits, deltas, labels, box_targets)
@@ -86,7 +86,7 @@ class CascadeRoIHeads(nn.Module):
         masks_by_stage = [
             maskrcnn_inference(mask_logits(stage, features, boxes, image_shapes), labels) for stage in self.stages
         ]
-        masks = [torch.stack(several).mean(dim=0) for several in zip(*masks_by_stage)]
+        masks = [torch.stack(several).mean(dim=0) for several in zip(*masks_by_stage, strict=True)]
         return [
             {"boxes": one_boxes, "labels": one_labels, "scores": one_scores, "masks": one_masks}
             for one_boxes, one_labels, one_scores, one_masks in zip(boxes, labels, scores, masks, strict=True)
@@ -126,8 +126,8 @@ def mask_loss(
         targets: boxes, labels and masks of each image.
     """
     shows = [one > 0 for one in labels]
-    boxes = [one[chosen] for one, chosen in zip(proposals, shows)]
-    objects = [one[chosen] for one, chosen in zip(matched, shows)]
+    boxes = [one[chosen] for one, chosen in zip(proposals, shows, strict=True)]
+    objects = [one[chosen] for one, chosen in zip(matched, shows, strict=True)]
     logits = mask_logits(stage, features, boxes, image_shapes)
     return maskrcnn_loss(
         logits, boxes, [target["masks"] for target in targets], [target["labels"] for target in targets], objects
@@ -161,4 +161,4 @@ def refine(
     decoded = stage.box_coder.decode(deltas.detach(), proposals).view(*logits.shape, 4)
     boxes = decoded[torch.arange(len(decoded), device=decoded.device), chosen]
     by_image = boxes.split([len(one) for one in proposals])
-    return [clip_boxes_to_image(one, shape) for one, shape in zip(by_image, image_shapes)]
+    return [clip_boxes_to_image(one, shape) for one, shape in zip(by_image, image_shapes, strict=True)]

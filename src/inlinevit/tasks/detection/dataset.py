@@ -75,8 +75,8 @@ def make_train_loader(
     # All squares of large-scale jitter have the same size.
     if config.group_by_aspect and augment.scale_jitter is None:
         is_landscape = [int(source.aspect(index) >= 1) for index in range(len(source))]
-        drawn_batch = plan.drawn_batch_size * plan.drawn_processes
-        order = GroupedSampler(is_landscape, plan.batch_size, drawn_batch=drawn_batch, **shard)
+        total_batch = plan.initial_batch_size * plan.initial_processes
+        order = GroupedSampler(is_landscape, plan.batch_size, total_batch=total_batch, **shard)
     else:
         order = ShardedSampler(len(source), plan.batch_size, **shard)
     check_one_batch(len(order), len(source), plan.batch_size, plan.processes)

@@ -1,4 +1,4 @@
-"""What all mixers share: each agrees with the slow reference in conftest.py, on all layouts."""
+"""All attentions agree with the slow reference in conftest.py, on all layouts."""
 
 import inspect
 import math
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from inlinevit.layers import (
     ATTENTIONS,
     AngularAttention,
+    BaseAttention,
     CrossStripes,
     EfficientAttention,
     EnhancedAttention,
@@ -21,15 +22,13 @@ from inlinevit.layers import (
     LinearAttention,
     SoftmaxAttention,
     SquareWindows,
-    TokenMixer,
     WholeMap,
 )
-from inlinevit.layers.layouts import window_reverse
-from inlinevit.layers.token_mixer import window_means
+from inlinevit.layers.layouts import window_means, window_reverse
 from inlinevit.ops.weights import EXPLICIT_FORMS
 
 DIM, HEADS = 8, 4
-# The mixers and options of the comparisons; "relative" is for windows alone.
+# The attentions and options of the comparisons; "relative" is for windows alone.
 MIXERS = {
     "inline": (InLineAttention, {}),
     "inline-affine": (InLineAttention, {"feature_map": "relu_affine", "qkv_bias": False}),
@@ -107,79 +106,85 @@ def test_any_window_on_any_map(randomise, reference, name, size, window, shifted
     assert_same(mixer, reference, torch.randn(1, size[0] * size[1], 4, dtype=torch.float64), size)
 
 
-# What is written out
+# Explicit weights
 
 
-def attend_by_rows(mixer, x, size, context, piece: int) -> torch.Tensor:
-    """What mixer.attend should give, from its rows, so many queries at a time, and from its kernels."""
-    answers = []
-    for share in mixer.shares(x, size, context):
-        pieces = [
-            mixer.rows(share.q[:, :, first : first + piece], share.k, share.v, share.windows, first=first)
-            for first in range(0, share.q.shape[2], piece)
+def kernels_of(mixer, context, windows, count: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Kernels of each window, (count, channels, side · side), and their bias."""
+    kernels, static = mixer.local_kernels(context, windows), mixer.static_kernels(windows)
+    if static is None:
+        return kernels, None
+    weight = static[0].flatten(1).expand(count, -1, -1)
+    return weight if kernels is None else kernels + weight, static[1]
+
+
+def by_weights(mixer, x, size, context, chunk: int) -> torch.Tensor:
+    """What mixer(x, size, context) should give, from its weights, so many queries at a time, and from its kernels."""
+    outputs = []
+    for q, k, v, windows in mixer.partition(x, size):
+        chunks = [
+            mixer.attention_weights(q[:, :, first : first + chunk], k, v, windows, first=first)
+            for first in range(0, q.shape[2], chunk)
         ]
-        out = (torch.cat(pieces, dim=2) @ share.v).transpose(1, 2).flatten(2)
-        if share.kernels is not None:
-            height, width = share.windows.height, share.windows.width
-            prefix, side = out.shape[1] - height * width, math.isqrt(share.kernels.shape[-1])
-            for window, (value, kernels) in enumerate(zip(share.v, share.kernels, strict=True)):
+        out = (torch.cat(chunks, dim=2) @ v).transpose(1, 2).flatten(2)
+        kernels, bias = kernels_of(mixer, context, windows, len(q))
+        if kernels is not None:
+            height, width = windows.height, windows.width
+            prefix, side = out.shape[1] - height * width, math.isqrt(kernels.shape[-1])
+            for window, (value, kernel) in enumerate(zip(v, kernels, strict=True)):
                 # (heads, tokens, width) -> (channels, H, W)
                 maps = value[:, prefix:].transpose(1, 2).flatten(0, 1).unflatten(1, (height, width))
-                weight = kernels.view(len(maps), 1, side, side)
-                added = F.conv2d(maps, weight, share.bias, padding=side // 2, groups=len(maps))
+                weight = kernel.view(len(maps), 1, side, side)
+                added = F.conv2d(maps, weight, bias, padding=side // 2, groups=len(maps))
                 out[window, prefix:] += added.flatten(1).T
-        answers.append(window_reverse(out, share.windows))
-    return torch.cat(answers, dim=-1)
+        outputs.append(window_reverse(out, windows))
+    return mixer.proj(torch.cat(outputs, dim=-1))
 
 
 # Layout, prefix, size and LePE; windows are padded and shifted.
-LOOKS = {
+CASES = {
     "whole": (WholeMap(), 1, (3, 5), False),
     "whole-lepe": (WholeMap(), 0, (3, 5), True),
     "windows": (SquareWindows(4, shifted=False), 0, (5, 7), False),
     "shifted": (SquareWindows(4, shifted=True), 0, (5, 7), False),
     "stripes": (CrossStripes(2), 0, (5, 7), True),
 }
-every_look = pytest.mark.parametrize(("layout", "prefix", "size", "lepe"), LOOKS.values(), ids=LOOKS)
+every_case = pytest.mark.parametrize(("layout", "prefix", "size", "lepe"), CASES.values(), ids=CASES)
 
 
 @every_mixer
-@every_look
-def test_rows_and_kernels_are_what_attention_does(randomise, name, layout, prefix, size, lepe):
+@every_case
+def test_weights_and_kernels_are_what_attention_does(randomise, name, layout, prefix, size, lepe):
     kind, options = MIXERS[name]
     if kind is SoftmaxAttention and isinstance(layout, SquareWindows):
         options = {**options, "relative_window": 4}
     mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options))
     x, context = tokens(prefix + size[0] * size[1]), tokens(prefix + size[0] * size[1])
     with torch.no_grad():
-        expected = mixer.attend(x, size, context)
-        for piece in (100, 6, 1):
-            by_rows = attend_by_rows(mixer, x, size, context, piece)
-            torch.testing.assert_close(by_rows, expected, rtol=0, atol=1e-10)
+        expected = mixer(x, size, context)
+        for chunk in (100, 6, 1):
+            torch.testing.assert_close(by_weights(mixer, x, size, context, chunk), expected, rtol=0, atol=1e-10)
 
 
 @every_mixer
-@every_look
-def test_rows_of_what_is_seen(randomise, name, layout, prefix, size, lepe):
-    """Nothing of a token that is not seen; all as ever where all is seen; the same in pieces."""
+@every_case
+def test_masked_weights(randomise, name, layout, prefix, size, lepe):
+    """Zero for a masked token; unchanged if nothing is masked; the same in chunks."""
     kind, options = MIXERS[name]
     mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options)).requires_grad_(False)
     x = tokens(prefix + size[0] * size[1])
-    for share in mixer.shares(x, size, x):
-        q, k, v, windows, *_ = share
+    for q, k, v, windows in mixer.partition(x, size):
         count = k.shape[2]
-        seen = torch.rand(1, 1, count, count) < 0.6
-        seen[..., 2, :] = False
-        rows = mixer.rows(q, k, v, windows, seen)
-        assert rows.shape == (*q.shape[:2], count, count)
-        assert rows.isfinite().all()
-        assert torch.all(rows[~seen.expand_as(rows)] == 0)
-        part = mixer.rows(q[:, :, 3:5], k, v, windows, seen[:, :, 3:5], first=3)
-        torch.testing.assert_close(part, rows[:, :, 3:5], rtol=0, atol=1e-12)
-        everywhere = torch.ones_like(seen)
-        torch.testing.assert_close(
-            mixer.rows(q, k, v, windows, everywhere), mixer.rows(q, k, v, windows), rtol=0, atol=1e-12
-        )
+        attn_mask = torch.rand(1, 1, count, count) < 0.6
+        attn_mask[..., 2, :] = False
+        weights = mixer.attention_weights(q, k, v, windows, attn_mask)
+        assert weights.shape == (*q.shape[:2], count, count)
+        assert weights.isfinite().all()
+        assert torch.all(weights[~attn_mask.expand_as(weights)] == 0)
+        part = mixer.attention_weights(q[:, :, 3:5], k, v, windows, attn_mask[:, :, 3:5], first=3)
+        torch.testing.assert_close(part, weights[:, :, 3:5], rtol=0, atol=1e-12)
+        unmasked = mixer.attention_weights(q, k, v, windows, torch.ones_like(attn_mask))
+        torch.testing.assert_close(unmasked, mixer.attention_weights(q, k, v, windows), rtol=0, atol=1e-12)
 
 
 def test_context_is_used_for_the_kernels_alone(randomise):
@@ -247,15 +252,6 @@ def test_relative_positions_under_autocast(dtype):
         assert (out - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@every_layout
-@every_kind
-def test_script(kind, layout, lepe):
-    mixer = kind(DIM, HEADS, layout=layout, lepe=lepe).eval()
-    x = torch.randn(2, 35, DIM)
-    torch.testing.assert_close(torch.jit.script(mixer)(x, (5, 7)), mixer(x, (5, 7)))
-
-
 @every_kind
 def test_built_on_a_device_and_in_a_dtype(kind):
     mixer = kind(DIM, HEADS, lepe=True, device="meta", dtype=torch.bfloat16)
@@ -293,7 +289,7 @@ def test_window_means_of_large_numbers_in_half_precision():
 def test_the_attentions_are_there():
     words = {"inline", "softmax", "linear", "hydra", "efficient", "angular", "enhanced", "focused"}
     assert set(ATTENTIONS) == words
-    # And all of them are compared with the reference and with their rows, above.
+    # And all of them are compared with the reference and with their explicit weights, above.
     assert {kind for kind, _ in MIXERS.values()} == set(ATTENTIONS.values())
 
 
@@ -301,14 +297,14 @@ def test_every_attention_has_an_explicit_form():
     """Enhanced attention is linear attention with another MLP."""
     assert set(EXPLICIT_FORMS) == set(ATTENTIONS) - {"enhanced"}
     for kind in ATTENTIONS.values():
-        assert issubclass(kind, TokenMixer)
-        assert kind.rows is not TokenMixer.rows
+        assert issubclass(kind, BaseAttention)
+        assert kind.attention_weights is not BaseAttention.attention_weights
 
 
 @every_kind
-def test_own_options_are_options(kind):
+def test_attn_kwargs_names_are_options(kind):
     parameters = inspect.signature(kind.__init__).parameters
-    assert set(kind.own_options) <= set(parameters)
+    assert set(kind.attn_kwargs_names) <= set(parameters)
 
 
 # Errors
@@ -329,7 +325,7 @@ def test_heads_that_stripes_cannot_halve_are_refused(kind):
 
 @every_kind
 def test_too_few_tokens_are_refused(kind):
-    with pytest.raises(ValueError, match=r"15 tokens do not match size=\(4, 4\).*16 tokens"):
+    with pytest.raises(ValueError, match=r"15 tokens do not match feat_size=\(4, 4\).*16 tokens"):
         kind(DIM, HEADS)(torch.randn(1, 15, DIM), (4, 4))
 
 
@@ -338,7 +334,9 @@ def test_too_few_tokens_are_refused(kind):
 def test_another_number_of_prefix_tokens_is_refused(kind, count):
     mixer = kind(DIM, HEADS, num_prefix_tokens=1)
     assert mixer(torch.randn(1, 17, DIM), (4, 4)).shape == (1, 17, DIM)
-    with pytest.raises(ValueError, match=rf"{count} tokens do not match size=\(4, 4\).*1 prefix tokens.*16 tokens"):
+    with pytest.raises(
+        ValueError, match=rf"{count} tokens do not match feat_size=\(4, 4\).*1 prefix tokens.*16 tokens"
+    ):
         mixer(torch.randn(1, count, DIM), (4, 4))
 
 
@@ -356,18 +354,18 @@ def test_wrong_shapes_are_refused(kind, shape):
         kind(DIM, HEADS)(torch.randn(shape), (4, 4))
 
 
-def test_unknown_options_are_refused():
+def test_unknattn_kwargs_names_are_refused():
     for kind in ATTENTIONS.values():
         with pytest.raises(TypeError, match="qk_bias"):
             kind(DIM, HEADS, qk_bias=True)
 
 
-def test_the_base_class_does_not_mix():
+def test_the_base_class_does_not_attend():
     with pytest.raises(NotImplementedError):
-        TokenMixer(DIM, HEADS)(torch.randn(1, 16, DIM), (4, 4))
+        BaseAttention(DIM, HEADS)(torch.randn(1, 16, DIM), (4, 4))
     q = torch.randn(1, 4, 16, 2)
     with pytest.raises(NotImplementedError):
-        TokenMixer(DIM, HEADS).rows(q, q, q, WholeMap()((4, 4))[0])
+        BaseAttention(DIM, HEADS).attention_weights(q, q, q, WholeMap()((4, 4))[0])
 
 
 def test_layout_is_the_whole_map_by_default():

@@ -1,0 +1,245 @@
+"""The base class of all attention modules."""
+
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops._common import needs_gradient, promote
+from ..ops.local import convolve_maps
+from .layouts import (
+    CrossStripes,
+    SquareWindows,
+    WholeMap,
+    Windows,
+    covers_map,
+    merge_heads,
+    partition_heads,
+    take_head_group,
+    window_reverse,
+)
+
+
+class HeadGroup(NamedTuple):
+    """The input of attention for one group of heads.
+
+    Attributes:
+        q: Queries (batch · windows, heads, queries, width).
+        k: Keys (batch · windows, heads, tokens, width).
+        v: Values, as k. Padding is zero.
+        windows: How the map is split into windows.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    windows: Windows
+
+
+class BaseAttention(nn.Module):
+    """Multi-head attention over tokens on a grid: project, partition, attend, reverse, project.
+
+    A kind of attention is a subclass with `attend` and its explicit form `attention_weights`. It may also add a
+    depthwise convolution of the values (`local_kernels`, `static_kernels`).
+
+    Args:
+        dim: Channels.
+        num_heads: Heads; they divide the channels.
+        layout: How the map is split into windows; the whole map by default.
+        qkv_bias: Whether the projection to q, k and v has a bias.
+        lepe: Add CSWin's locally enhanced positional encoding, a learned depthwise 3×3 convolution of the values.
+        proj_drop: Dropout after the output projection.
+        num_prefix_tokens: Tokens before the map (class tokens). By default, all tokens beyond H·W are prefix tokens.
+    """
+
+    # Names of the constructor arguments that models accept in `attn_kwargs`.
+    attn_kwargs_names: ClassVar[tuple[str, ...]] = ()
+    # Whether the MLPs of its blocks have a convolution.
+    wants_local_mlp: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        layout: WholeMap | SquareWindows | CrossStripes | None = None,
+        qkv_bias: bool = True,
+        lepe: bool = False,
+        proj_drop: float = 0.0,
+        num_prefix_tokens: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim is {dim}: it should be at least 1")
+        if num_heads < 1 or dim % num_heads != 0:
+            raise ValueError(f"dim must be divisible by num_heads, but dim is {dim} and num_heads is {num_heads}")
+        self.dim = dim
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.num_prefix_tokens = num_prefix_tokens
+        self.layout = WholeMap() if layout is None else layout
+        if num_heads % self.layout.num_head_groups != 0:
+            raise ValueError(f"{type(layout).__name__} divides the heads in two: num_heads={num_heads} must be even")
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.lepe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype) if lepe else None
+        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int], context: Tensor | None = None) -> Tensor:
+        """Attend to the tokens of each window.
+
+        Args:
+            x: Tokens (batch, prefix + H·W, dim), the map row by row.
+            feat_size: (H, W) of the map.
+            context: Tokens whose mean is x̄ of the local residual, shaped as x; x itself by default.
+
+        Returns:
+            (batch, prefix + H·W, dim).
+        """
+        self.check_tokens(x, feat_size, context)
+        outputs = []
+        for q, k, v, windows in self.partition(x, feat_size):
+            out = merge_heads(self.attend(q, k, v, windows))
+            out = add_convolution(out, v, None, self.static_kernels(windows), windows)
+            outputs.append(window_reverse(out, windows))
+        return self.proj_drop(self.proj(join_head_groups(outputs)))
+
+    def partition(self, x: Tensor, feat_size: tuple[int, int]) -> list[HeadGroup]:
+        """Project tokens (batch, prefix + H·W, dim), and split them into the windows of each head group."""
+        qkv = self.qkv(x)
+        return [
+            HeadGroup(*partition_heads(qkv, windows, self.num_heads), windows) for windows in self.windows(x, feat_size)
+        ]
+
+    def windows(self, x: Tensor, feat_size: tuple[int, int]) -> list[Windows]:
+        """Return the windows of each head group; with prefix tokens, there must be one that covers the map."""
+        found = self.layout(feat_size)
+        if x.shape[1] > feat_size[0] * feat_size[1]:
+            for windows in found:
+                if not covers_map(windows):
+                    raise ValueError(
+                        f"windows of {windows.height}×{windows.width} do not cover the map of "
+                        f"{feat_size[0]}×{feat_size[1]}, and prefix tokens are in no window: use the whole map, or no "
+                        "prefix tokens"
+                    )
+        return found
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
+        """Compute the attention of one head group, within each window.
+
+        Args:
+            q: Queries (batch · windows, heads, queries, width), of all tokens or of the prefix tokens.
+            k: Keys (batch · windows, heads, prefix + tokens of a window, width).
+            v: Values, as k. Padding is zero.
+            windows: How the map was split.
+
+        Returns:
+            As q.
+        """
+        raise NotImplementedError
+
+    def attention_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, attn_mask: Tensor | None = None, first: int = 0
+    ) -> Tensor:
+        """Return the explicit weights: attend(q, k, v, windows) equals attention_weights(q, k, v, windows) @ v.
+
+        Args:
+            q: Consecutive queries.
+            k: See attend.
+            v: See attend.
+            windows: See attend.
+            attn_mask: Broadcastable to (batch · windows, heads, queries, tokens), True = the query may attend to the
+                token; all by default. A row is computed as if the other tokens did not exist.
+            first: Index of the first query among the tokens.
+
+        Returns:
+            (batch · windows, heads, queries, tokens).
+        """
+        raise NotImplementedError
+
+    def local_kernels(self, context: Tensor, windows: Windows) -> Tensor | None:
+        """Return the kernels of a dynamic 3×3 convolution of the values (InLine's local residual).
+
+        Args:
+            context: Tokens before the partition, (batch, prefix + H·W, dim).
+            windows: How the map was split.
+
+        Returns:
+            (batch · windows, channels of the head group, 9), or None.
+        """
+        return None
+
+    def static_kernels(self, windows: Windows) -> tuple[Tensor, Tensor] | None:
+        """Return the weight and bias of a learned depthwise convolution of the values: LePE, if it is used.
+
+        Returns:
+            (channels of the head group, 1, side, side) and (channels of the head group,), or None.
+        """
+        if self.lepe is None:
+            return None
+        return take_head_group(self.lepe.weight, windows), take_head_group(self.lepe.bias, windows)
+
+    def check_tokens(self, x: Tensor, feat_size: tuple[int, int], context: Tensor | None) -> None:
+        """Raise ValueError for tokens that do not fit this module or the map."""
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(f"expected tokens of shape (batch, tokens, {self.dim}), but got {x.shape}")
+        if not x.is_floating_point():
+            raise ValueError(f"expected floating-point tokens, but got {x.dtype}")
+        height, width = feat_size
+        prefix = x.shape[1] - height * width
+        if prefix < 0 or (self.num_prefix_tokens is not None and prefix != self.num_prefix_tokens):
+            expected = "any number of" if self.num_prefix_tokens is None else str(self.num_prefix_tokens)
+            raise ValueError(
+                f"{x.shape[1]} tokens do not match feat_size={feat_size}: expected {expected} prefix tokens, "
+                f"then {height * width} tokens of the map"
+            )
+        if context is not None and context.shape != x.shape:
+            raise ValueError(f"context must have the shape of the tokens, {x.shape}, but it is {context.shape}")
+
+
+def join_head_groups(outputs: list[Tensor]) -> Tensor:
+    """Concatenate the channels of the head groups, each (batch, tokens, channels of the group)."""
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def add_convolution(
+    out: Tensor, v: Tensor, dynamic: Tensor | None, static: tuple[Tensor, Tensor] | None, windows: Windows
+) -> Tensor:
+    """Add depthwise convolutions of the values to the tokens of the map; prefix tokens stay as they are.
+
+    Args:
+        out: The result of attention, (batch · windows, prefix + tokens, channels), which may be overwritten.
+        v: Values (batch · windows, heads, prefix + tokens, width).
+        dynamic: 3×3 kernels for each window, (batch · windows, channels, 9), if there are any.
+        static: Weight (channels, 1, side, side) and bias (channels,) for all windows, if there are any.
+        windows: How the map was split.
+
+    Returns:
+        As out.
+    """
+    if dynamic is None and static is None:
+        return out
+    v = merge_heads(v)
+    prefix = v.shape[1] - windows.height * windows.width
+    maps = v[:, prefix:].unflatten(1, (windows.height, windows.width))
+    if static is None:
+        assert dynamic is not None
+        added = convolve_maps(promote(maps), promote(dynamic))
+    elif dynamic is None:
+        weight, bias = static
+        padding, groups = weight.shape[2] // 2, weight.shape[0]
+        added = F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups).permute(0, 2, 3, 1)
+    else:
+        weight, bias = static
+        # The sum of two convolutions of the same map is one convolution with the sum of their kernels.
+        added = convolve_maps(promote(maps), promote(dynamic) + promote(weight.flatten(1)), promote(bias))
+    added = added.flatten(1, 2).to(out.dtype)
+    if prefix == 0:
+        return out + added
+    if torch.compiler.is_compiling() or needs_gradient(out, added):
+        return out + F.pad(added, (0, 0, prefix, 0))
+    out[:, prefix:].add_(added)
+    return out

@@ -1,0 +1,149 @@
+"""The look of all plots: one style per attention, matplotlib settings, legends, PNG and SVG files."""
+
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.container import Container
+from matplotlib.figure import Figure, FigureBase
+
+from ..utils.atomic import atomic_write_bytes
+
+# Inches.
+WIDTH = 9.6
+LEGEND_COLUMNS = 5
+PNG_DPI = 200
+
+# A decorator for functions that make a figure, and a context for code that does. Names of classes and runs come from
+# users: they are never interpreted as formulas.
+plot_style = matplotlib.rc_context(
+    {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.25,
+        "legend.frameon": False,
+        "lines.linewidth": 1.5,
+        "lines.markersize": 5,
+        "figure.constrained_layout.use": True,
+        "text.parse_math": False,
+        "text.usetex": False,
+    }
+)
+
+# A matplotlib line style, or an offset and the lengths of strokes and gaps.
+Dash = str | tuple[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Style:
+    """The name and the look of a line. Lines differ in color, and also in marker and dash for readers without color."""
+
+    name: str
+    color: str
+    marker: str
+    dash: Dash
+    hollow: bool = False
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Keyword arguments for Line2D and Axes.plot."""
+        face = "white" if self.hollow else self.color
+        look = {"color": self.color, "marker": self.marker, "markerfacecolor": face, "linestyle": self.dash}
+        return {**look, "label": self.name}
+
+
+# Colors of Okabe and Ito, which color-blind readers can distinguish; the last one is Tol's.
+STYLES = {
+    "softmax": Style("softmax", "#0072B2", "s", "--"),
+    "linear": Style("linear", "#E69F00", "^", ":"),
+    "inline": Style("InLine", "#009E73", "o", "-"),
+    "hydra": Style("Hydra", "#D55E00", "v", "-."),
+    "efficient": Style("efficient", "#56B4E9", "D", (0, (8, 2))),
+    "angular": Style("angular", "#CC79A7", "P", (0, (3, 1, 1, 1, 1, 1))),
+    "enhanced": Style("enhanced", "#000000", "X", (0, (1, 2))),
+    "focused": Style("focused", "#882255", "*", (0, (5, 1, 1, 1))),
+}
+# For models with none of these attentions, or with several.
+OTHER_COLOR = "#777777"
+# For the second and further models of an attention.
+SPARE_MARKERS = ("<", ">", "h", "p", "d", "8")
+SPARE_DASHES: tuple[Dash, ...] = ((0, (6, 2, 2, 2)), (0, (3, 3)), (0, (10, 3)), (0, (2, 1)))
+# The gray level that is mixed into the color, and its proportion.
+SPARE_SHADES = ((0.0, 0.45), (1.0, 0.45), (0.0, 0.7), (1.0, 0.65))
+
+
+def styles_of(models: Mapping[str, str]) -> dict[str, Style]:
+    """Return a distinct style for each model.
+
+    The first model of an attention has the style of the attention. Further ones have shades of its color, and markers
+    and dashes that no attention has.
+
+    Args:
+        models: Model name to attention. Unknown attentions are gray.
+    """
+    seen: Counter[str] = Counter()
+    styles: dict[str, Style] = {}
+    spares = 0
+    for name, attention in models.items():
+        own = STYLES.get(attention)
+        if own is not None and seen[attention] == 0:
+            styles[name] = replace(own, name=name)
+        else:
+            color = _shade(own.color if own is not None else OTHER_COLOR, seen[attention])
+            marker, dash = SPARE_MARKERS[spares % len(SPARE_MARKERS)], SPARE_DASHES[spares % len(SPARE_DASHES)]
+            styles[name] = Style(name, color, marker, dash)
+            spares += 1
+        seen[attention] += 1
+    return styles
+
+
+def _shade(color: str, number: int) -> str:
+    """Return the color itself (0), a darker one (1), a lighter one (2), and so on."""
+    if number == 0:
+        return color
+    gray, proportion = SPARE_SHADES[(number - 1) % len(SPARE_SHADES)]
+    red, green, blue = (proportion * gray + (1 - proportion) * part for part in to_rgb(color))
+    return to_hex((red, green, blue))
+
+
+def add_legend(figure: FigureBase, handles: Sequence[Artist | Container], width: float = WIDTH) -> None:
+    """Add a legend above a figure that is `width` inches wide."""
+    columns = legend_columns([str(handle.get_label()) for handle in handles], width)
+    figure.legend(handles=list(handles), loc="outside upper center", ncols=columns, fontsize=9, handlelength=3)
+
+
+def legend_columns(names: Sequence[str], width: float) -> int:
+    """Return how many legend entries fit side by side into `width` inches."""
+    longest = max(len(name) for name in names)
+    return max(1, min(len(names), LEGEND_COLUMNS, int(width / (0.65 + 0.085 * longest))))
+
+
+def svg_bytes(figure: Figure) -> bytes:
+    """Return a figure as SVG. Equal figures give equal bytes: element ids have a fixed salt, and there is no date."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "inlinevit"}):
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def save_figure(figure: Figure, folder: Path, name: str, svg: bytes | None = None) -> None:
+    """Write a figure as NAME.svg and NAME.png.
+
+    Args:
+        figure: The figure.
+        folder: The folder.
+        name: The name.
+        svg: svg_bytes(figure), if it is known.
+    """
+    atomic_write_bytes(folder / f"{name}.svg", svg_bytes(figure) if svg is None else svg)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=PNG_DPI, bbox_inches="tight")
+    atomic_write_bytes(folder / f"{name}.png", buffer.getvalue())
