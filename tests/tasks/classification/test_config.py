@@ -19,7 +19,7 @@ from inlinevit.engine.config import (
     flattened,
     to_plain,
 )
-from inlinevit.engine.runs import load_config
+from inlinevit.engine.runs import open_run
 from inlinevit.tasks.classification.config import (
     AugmentConfig,
     ClassificationConfig,
@@ -202,7 +202,7 @@ def test_a_configuration_comes_back_from_yaml(config: ClassificationConfig, tmp_
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(to_plain(config), sort_keys=False))
     assert parse_config(["--config", str(file)]) == config
-    assert load_config(ClassificationConfig, file) == config
+    assert open_run(ClassificationConfig, str(tmp_path)).config == config
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
@@ -258,6 +258,6 @@ def test_runs_of_older_versions_go_on() -> None:
 
 def test_configurations_of_older_versions_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("data: {path: embedded, train_split: train, eval_split: validation}\n")
-    data = load_config(ClassificationConfig, tmp_path / "config.yaml").data
+    data = open_run(ClassificationConfig, str(tmp_path)).config.data
     assert (data.train_split, data.eval_split) == ("train", "validation")
     assert parse_config(["--config", str(tmp_path / "config.yaml")]).data == data

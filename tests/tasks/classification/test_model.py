@@ -218,7 +218,7 @@ def test_a_run_whose_configuration_never_ends_is_refused(tmp_path: Path) -> None
         for before, name in zip("abcdefgh", "bcdefghi", strict=True)
     )
     (run / "config.yaml").write_text(f"model:\n  a: &a [x]\n{lines}")
-    with pytest.raises(ValueError, match=r"config\.yaml is no configuration .*repeats itself"):
+    with pytest.raises(ValueError, match=r"config\.yaml is not the configuration of .*repeats itself"):
         load_classifier(str(run))
 
 
@@ -244,10 +244,10 @@ def test_what_is_wrong_with_a_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="names 4 classes, but the weights are for 3"):
         load_classifier(str(run))
     (run / "classes.json").write_text("{")
-    with pytest.raises(ValueError, match="no list of class names"):
+    with pytest.raises(ValueError, match=r"classes\.json cannot be used .*: restore it"):
         load_classifier(str(run))
     (run / "config.yaml").write_text("modle: {}")
-    with pytest.raises(ValueError, match=r"no configuration of a classification run .*has no modle"):
+    with pytest.raises(ValueError, match=r"not the configuration of a classification run .*has no modle"):
         load_classifier(str(run))
     with pytest.raises(ValueError, match=r"holds no config\.yaml"):
         load_classifier(str(tmp_path))

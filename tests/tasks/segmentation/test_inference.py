@@ -90,7 +90,7 @@ VIEWS = {
     "windows side by side": InferenceConfig(min_size=None, window_size=16, stride=16),
     "resized, in windows": InferenceConfig(min_size=33, window_size=17),
     "scales and mirror images": InferenceConfig(min_size=30, scales=[0.5, 1.0, 1.75], flip=True),
-    "all of it": InferenceConfig(min_size=50, window_size=20, stride=11, scales=[0.5, 1.0, 1.75], flip=True),
+    "all of it": InferenceConfig(min_size=36, window_size=20, stride=11, scales=[0.5, 1.25], flip=True),
 }
 
 
