@@ -309,7 +309,7 @@ def test_who_can_bear_more_says_how_much(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_why_an_image_cannot_be_used() -> None:
     assert (
         describe_image_error("a.png", UnidentifiedImageError("cannot identify"))
-        == "a.png cannot be used (it is no image)"
+        == "a.png cannot be used (it is not an image)"
     )
     assert describe_image_error("a.png", OSError("truncated")) == "a.png cannot be used (truncated)"
     assert describe_image_error("a.png", KeyError()) == "a.png cannot be used (KeyError)"
@@ -362,9 +362,9 @@ def test_pipes_are_not_opened(tmp_path: Path) -> None:
     """Reading from one would wait for a writer that never comes."""
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
-    assert list(find_images([f"{tmp_path}/pipe.png"]).values()) == ["it is no regular file"]
+    assert list(find_images([f"{tmp_path}/pipe.png"]).values()) == ["it is not a regular file"]
     for meant in (f"{tmp_path}/*.png", str(tmp_path)):
-        assert list(find_images([meant]).values()) == ["there is no such file or folder", "it is no regular file"]
+        assert list(find_images([meant]).values()) == ["there is no such file or folder", "it is not a regular file"]
 
 
 def test_endings_are_those_that_pillow_can_read() -> None:

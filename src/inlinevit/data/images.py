@@ -1,10 +1,8 @@
 """Image files: which ones are meant, what they are called, and how they become images that a model can see."""
 
 import glob
-import io
 import os
 import struct
-import sys
 import warnings
 import weakref
 from collections import Counter
@@ -218,7 +216,7 @@ def describe_image_error(name: str, error: Exception) -> str:
     """
     reason = str(error)
     if isinstance(error, UnidentifiedImageError):
-        reason = "it is no image"
+        reason = "it is not an image"
     elif isinstance(error, NotRegularFileError):
         reason = f"it is {error.kind}, not a regular file"
     return f"{name} cannot be used ({reason or type(error).__name__})"
@@ -290,7 +288,7 @@ def _what_is_wrong(path: str) -> str:
     if os.path.isfile(path):
         return ""
     # Reading from a pipe or a device could last for ever.
-    return "it is no regular file" if os.path.exists(path) else "there is no such file or folder"
+    return "it is not a regular file" if os.path.exists(path) else "there is no such file or folder"
 
 
 def _images_in(folder: str) -> Iterator[tuple[str, str]]:
@@ -340,12 +338,6 @@ def unique_names(files: ImageFiles, folder: Path, endings: Sequence[str] = (".pn
         taken |= places
         chosen.append(name)
     return chosen
-
-
-def escape_unencodable_output() -> None:
-    """Have names shown, even in letters that the user's terminal does not know."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str) -> str:

@@ -94,7 +94,7 @@ def test_lengths_may_be_given(folder: Path) -> None:
     info["splits"]["small"]["shard_lengths"] = [2, 4]
     (folder / "_info.json").write_text(json.dumps(info))
     with pytest.raises(
-        ValueError, match=r"train-0.tar holds 3 images instead of 4: copy it anew, or correct _info.json"
+        ValueError, match=r"train-0.tar holds 3 images instead of 4: copy it again, or correct _info.json"
     ):
         labels(shards(folder, train_split="small"))
     (folder / "_info.json").write_text('{"splits": {"small": {}}}')
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_sample() -> None:
     images = ShardImages(stored)
     with pytest.raises(ValueError, match=r"no \.cls beside it"):
         images.read(0)
-    with pytest.raises(ValueError, match="'cat', which is no whole number"):
+    with pytest.raises(ValueError, match="'cat', which is not a whole number"):
         images.read(1)
     assert images.read(2)[1] == 7
 
@@ -378,7 +378,7 @@ def test_splits_may_be_spelled_in_several_ways(folder: Path) -> None:
     assert labels(shards(folder, training=False, eval_split="validation")) == [[6]]
     assert labels(shards(folder, train_split="training")) == [[1, 2, 3], [4, 5]]
     (folder / "val-0.tar").rename(folder / "test-0.tar")
-    assert labels(shards(folder, training=False)) == [[6]], "nothing is said, so test will do"
+    assert labels(shards(folder, training=False)) == [[6]], "it is not given, so test will do"
     with pytest.raises(ValueError, match="no split called 'validation'"):
         shards(folder, training=False, eval_split="validation")
 

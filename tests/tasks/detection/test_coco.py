@@ -239,9 +239,9 @@ ANNOTATION_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"segmentation": []}, "has no segmentation"),
     ({"segmentation": [[1, 2, 3, 4]]}, "a polygon of 4 numbers"),
     ({"segmentation": [[1, 2, 30, 4, 5, 60], [1, 2, 3, 4, 5, 6, 7]]}, "a polygon of 7 numbers"),
-    ({"segmentation": [[1, 2, 3, 4, 5, float("nan")]]}, "no list of numbers"),
-    ({"segmentation": [[1, 2, 3, 4, 5, 1e9]]}, "no list of numbers"),
-    ({"segmentation": [1, 2, 3, 4, 5, 6]}, "no list of numbers"),
+    ({"segmentation": [[1, 2, 3, 4, 5, float("nan")]]}, "not a list of numbers"),
+    ({"segmentation": [[1, 2, 3, 4, 5, 1e9]]}, "not a list of numbers"),
+    ({"segmentation": [1, 2, 3, 4, 5, 6]}, "not a list of numbers"),
     ({"segmentation": "polygon"}, "neither a list of polygons nor RLE"),
     ({"segmentation": {"size": [64, 96]}}, "neither a list of polygons nor RLE"),
     (rle([64 * 96], (96, 64)), r"size \[96, 64\], but its image has \[64, 96\]"),
@@ -301,7 +301,7 @@ def test_files_that_make_no_sense_are_refused(coco_folder: DrawCoco, edit: Edit,
 def test_what_is_no_json_is_refused(coco_folder: DrawCoco, content: bytes) -> None:
     folder = coco_folder()
     (folder / FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^{folder}/{FILE} is no JSON .*: copy it anew"):
+    with pytest.raises(ValueError, match=rf"^{folder}/{FILE} is not valid JSON .*: copy it again"):
         opened(folder)
 
 
@@ -422,7 +422,7 @@ def test_broken_images_are_named(coco_folder: DrawCoco, ending: str, damage: str
     else:
         file.write_bytes({"cut": content[: len(content) // 2], "text": b"this is no image", "empty": b""}[damage])
     with pytest.raises(
-        ValueError, match=rf"^{file} \(image id 10\) cannot be used .*: copy it anew, or take it out of"
+        ValueError, match=rf"^{file} \(image id 10\) cannot be used .*: copy it again, or take it out of"
     ):
         source.read_image(0)
 

@@ -155,7 +155,9 @@ def test_a_broken_image_is_named_whoever_reads_it(coco_folder: DrawCoco, workers
     folder = coco_folder({"train2017": 4})
     source = open_coco(DetectionDataConfig(path=str(folder)), training=True)
     (folder / "train2017" / "0002.png").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"0002.png \(image id 16\) cannot be used \(it is no image\): copy it anew"):
+    with pytest.raises(
+        ValueError, match=r"0002.png \(image id 16\) cannot be used \(it is not an image\): copy it again"
+    ):
         batches(source, workers=workers)
 
 

@@ -156,7 +156,7 @@ def test_what_is_not_a_regular_file_is_refused(ade_folder: DrawAde, kind: str) -
     """It used to be left out without a word."""
     folder = ade_folder()
     os.mkfifo(folder / kind / "pipe.png")
-    with pytest.raises(ValueError, match=rf"^{folder}/{kind}/pipe.png cannot be used \(it is no regular file\): "):
+    with pytest.raises(ValueError, match=rf"^{folder}/{kind}/pipe.png cannot be used \(it is not a regular file\): "):
         opened(folder)
 
 
@@ -191,7 +191,9 @@ COLOURED = [("RGB", "png"), ("RGBA", "png"), ("LA", "png"), ("L", "jpeg"), ("RGB
 def test_colours_and_inexact_formats_are_no_labels(ade_folder: DrawAde, mode: str, kind: str) -> None:
     folder = ade_folder()
     replace_mask(folder, Image.new(mode, (96, 64)), format=kind)
-    message = rf"^{folder}/{MASKS}/0000.png is no label map \(it is a {kind.upper()} of the colours {mode}\): convert "
+    message = (
+        rf"^{folder}/{MASKS}/0000.png is not a label map \(it is a {kind.upper()} of the colours {mode}\): convert "
+    )
     with pytest.raises(ValueError, match=message + "it to a PNG of one channel, whose values are the numbers"):
         opened(folder).read_labels(0)
 
@@ -257,7 +259,7 @@ def test_broken_files_are_named(ade_folder: DrawAde, part: str, damage: str) -> 
         damaged = {"cut": content[: len(content) // 2], "text": b"no image", "empty": b"", "headless": content[:33]}
         file.write_bytes(damaged[damage])
     read = source.read_image if part == IMAGES else source.read_labels
-    with pytest.raises(ValueError, match=rf"^{file} cannot be used .*: copy it anew, or remove it"):
+    with pytest.raises(ValueError, match=rf"^{file} cannot be used .*: copy it again, or remove it"):
         read(0)
 
 

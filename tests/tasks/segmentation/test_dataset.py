@@ -97,10 +97,12 @@ def test_bad_files_are_named_whoever_reads_them(ade_folder: DrawAde, workers: in
     source = open_ade(SegmentationDataConfig(path=str(folder)), ade_labels(4), training=True)
     mask = folder / "annotations" / "training" / "0002.png"
     Image.open(mask).convert("RGB").save(mask)
-    with pytest.raises(ValueError, match=r"annotations/training/0002.png is no label map .* RGB\): convert it"):
+    with pytest.raises(ValueError, match=r"annotations/training/0002.png is not a label map .* RGB\): convert it"):
         batches(source, workers=workers)
     (folder / "images" / "training" / "0002.png").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"images/training/0002.png cannot be used \(it is no image\): copy it anew"):
+    with pytest.raises(
+        ValueError, match=r"images/training/0002.png cannot be used \(it is not an image\): copy it again"
+    ):
         batches(source, workers=workers)
 
 

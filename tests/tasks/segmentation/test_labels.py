@@ -166,8 +166,8 @@ MISTAKES: list[tuple[Any, str]] = [
         )
         for colour in ([1, 2], [1, 2, 3, 4], [1, 2, 256], [1, -2, 3], [0.1, 0.2, 0.3], "red", [True, 2, 3], 5)
     ],
-    ("classes: [", "FILE is no YAML .*: mend it"),
-    ("!!python/object/apply:os.getcwd []", "FILE is no YAML .*: mend it"),
+    ("classes: [", "FILE is not valid YAML .*: fix it"),
+    ("!!python/object/apply:os.getcwd []", "FILE is not valid YAML .*: fix it"),
 ]
 
 
@@ -182,7 +182,7 @@ def test_files_that_make_no_sense_are_refused(tmp_path: Path, content: Any, mess
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "labels.yaml"
     file.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ValueError, match=rf"^{file} is no YAML"):
+    with pytest.raises(ValueError, match=rf"^{file} is not valid YAML"):
         read_labels(file)
 
 

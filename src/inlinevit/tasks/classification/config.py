@@ -162,7 +162,7 @@ class AugmentConfig:
     label_smoothing: float = 0.1
     """Share of a label that is spread over all classes."""
     repeats: int = 1
-    """How often an image comes in a row, each time varied anew; an epoch has as many images as without."""
+    """How often an image comes in a row, each time augmented again; an epoch has as many images as without."""
 
     def __post_init__(self) -> None:
         check_fields(

@@ -154,7 +154,7 @@ def make_train_loader(
         mode: Pillow's word for the colours that the model wants.
         num_classes: Labels must be below this.
         config: How many images to use, and how many may be unreadable.
-        repeats: How often an image comes in a row, each time varied anew.
+        repeats: How often an image comes in a row, each time augmented again.
         seed: The run's seed.
         plan: Size of batches, number of workers, which share of each batch.
     """

@@ -96,7 +96,7 @@ def _build_with_weights(config: ModelConfig, num_classes: int, new_head: bool) -
 
 
 def _create(config: ModelConfig, num_classes: int, **weights: Any) -> nn.Module:
-    """A model that is told the size of its images and the share of branches to leave out, if it takes them."""
+    """Create a model with the size of its images and the share of branches to leave out, if it takes them."""
 
     def when_refused(argument: str) -> None:
         if argument == "img_size":

@@ -68,7 +68,7 @@ class ShardSource:
                     yield sample
         if found < self.lengths[shard]:
             raise ValueError(
-                f"{name} holds {found} images instead of {self.lengths[shard]}: copy it anew, or correct "
+                f"{name} holds {found} images instead of {self.lengths[shard]}: copy it again, or correct "
                 f"{INFO_NAMES[0]}"
             )
 
@@ -94,7 +94,7 @@ class ShardImages:
             raise ValueError(f"it has no .{LABEL_KEY} beside it")
         label = sample[LABEL_KEY].decode("utf-8", "replace").strip()
         if not label.isdecimal():
-            raise ValueError(f"its label is {label[:40]!r}, which is no whole number")
+            raise ValueError(f"its label is {label[:40]!r}, which is not a whole number")
         content = next(sample[key] for key in IMAGE_KEYS if key in sample)
         return open_image(io.BytesIO(content)), int(label)
 

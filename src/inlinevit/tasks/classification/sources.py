@@ -234,7 +234,7 @@ class HuggingFaceSource:
         if not images or not labels:
             raise ValueError(
                 f"{title} has no column of {'class labels' if images else 'images'} among {', '.join(kinds)}: cast one "
-                f"with the data set's {'class_encode_column' if images else 'cast_column'} and save it anew"
+                f"with the data set's {'class_encode_column' if images else 'cast_column'} and save it again"
             )
         self.title, self.image, self.label = title, images[0], labels[0]
         # Undecoded, so that an image that cannot be read does not stop the others.
@@ -464,10 +464,10 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
         # The files begin with 16 and with 8 bytes that tell their shapes.
         images, labels = images[16:].reshape(-1, 28, 28), labels[8:]
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{files[0]} or {files[1].name} is damaged ({error}): download them anew") from error
+        raise ValueError(f"{files[0]} or {files[1].name} is damaged ({error}): download them again") from error
     if len(images) != len(labels):
         raise ValueError(
-            f"{files[0]} holds {len(images)} images, but {files[1].name} {len(labels)} labels: get both anew"
+            f"{files[0]} holds {len(images)} images, but {files[1].name} {len(labels)} labels: get both again"
         )
     return ArraySource(images, labels, FASHION_MNIST_CLASSES, str(folder))
 
@@ -520,7 +520,7 @@ def open_huggingface(name: str, cache: str | None, request: SplitRequest) -> Hug
     Args:
         name: Its folder, or its name on the hub.
         cache: Folder for what is downloaded and converted.
-        request: Its split; if nothing is said, train or validation, however that is spelled.
+        request: Its split; if it is not given, train or validation, however that is spelled.
     """
     try:
         import datasets

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 # Ways to spell the same split.
 SPELLINGS = (("train", "training"), ("val", "validation", "valid", "eval", "evaluation"), ("test", "testing"))
-# What splits are called where nothing is said, the first that exists being taken.
+# What splits are called where it is not given, the first that exists being taken.
 TRAINING_NAMES, EVALUATION_NAMES = SPELLINGS[0], SPELLINGS[1] + SPELLINGS[2]
-# What older versions have written into the configurations of runs for "nothing was said".
+# What older versions have written into the configurations of runs for "it was not given".
 FORMER_DEFAULTS = ("train", "validation")
 
 
@@ -22,7 +22,7 @@ class SplitRequest:
     """A split that is wanted.
 
     Attributes:
-        name: What the user calls it; None = nothing was said.
+        name: What the user calls it; None = it was not given.
         training: Whether it is for training or for evaluation.
     """
 
@@ -56,7 +56,7 @@ class SplitRequest:
 
     @property
     def fits_undivided(self) -> bool:
-        """Whether nothing was said that asks for a split: what older versions wrote for that does not."""
+        """Whether it was not given that asks for a split: what older versions wrote for that does not."""
         return self.name in (None, FORMER_DEFAULTS[0 if self.training else 1])
 
     def require_undivided(self, data: str) -> None:

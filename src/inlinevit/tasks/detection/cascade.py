@@ -21,7 +21,7 @@ class CascadeRoIHeads(nn.Module):
     """Heads in stages. With a single one of weight 1, it does what that stage alone would.
 
     Args:
-        stages: Heads for boxes and masks; the last one's thresholds say what is told.
+        stages: Heads for boxes and masks; the last one's thresholds decide what is detected.
         loss_weights: How much the losses of each stage count.
     """
 

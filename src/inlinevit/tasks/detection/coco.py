@@ -161,7 +161,7 @@ class CocoSource:
         # A broken file can make Pillow raise anything.
         except Exception as error:
             problem = describe_image_error(self.name(index), error)
-            raise ValueError(f"{problem}: copy it anew, or take it out of {self.file}") from error
+            raise ValueError(f"{problem}: copy it again, or take it out of {self.file}") from error
 
     def read_target(self, index: int) -> dict[str, Tensor]:
         """What to learn of an image: its objects without crowds and without those that have no area.
@@ -252,7 +252,7 @@ def open_coco(config: DetectionDataConfig, training: bool) -> CocoSource:
         count = len(source.without_area)
         first = ", ".join(map(str, sorted(source.without_area)[:NAMED])) + (", …" if count > NAMED else "")
         warnings.warn(
-            f"{count} objects in {file} are left out of training, because their boxes or masks have no area: mend or "
+            f"{count} objects in {file} are left out of training, because their boxes or masks have no area: fix or "
             f"remove the annotations {first}",
             stacklevel=2,
         )
@@ -270,7 +270,7 @@ def _read(file: Path) -> Record:
     try:
         content = read_json(file)
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}): copy it anew, or name another file") from error
+        raise ValueError(f"{file} is not valid JSON ({error}): copy it again, or name another file") from error
     if not isinstance(content, dict):
         raise ValueError(
             f"{file} holds no COCO annotations: it should be a record of images, annotations and categories"
@@ -344,7 +344,7 @@ def _what_is_wrong_with_object(annotation: Record, image: Record) -> str:
     if not _are_numbers(box) or len(box) != 4:
         return f"has the bbox {box!r:.100}: it should be four numbers, x, y, width and height"
     if box[2] < 0 or box[3] < 0:
-        return f"has the bbox {box}, whose width or height is negative: mend it"
+        return f"has the bbox {box}, whose width or height is negative: fix it"
     if area is not None and not _are_numbers([area]):
         return f"has the area {area!r:.100}: it should be a number of pixels"
     if annotation.get("iscrowd") not in (None, 0, 1):
@@ -360,7 +360,7 @@ def _what_is_wrong_with_object(annotation: Record, image: Record) -> str:
 def _what_is_wrong_with_polygons(polygons: list[Any]) -> str:
     for polygon in polygons:
         if not _are_numbers(polygon, FARTHEST_CORNER):
-            return "has a polygon that is no list of numbers between ±100,000, x and y in turn: mend or remove it"
+            return "has a polygon that is not a list of numbers between ±100,000, x and y in turn: fix or remove it"
         if len(polygon) < 6 or len(polygon) % 2:
             return f"has a polygon of {len(polygon)} numbers: it should have x and y of three corners or more"
     return ""
@@ -370,14 +370,14 @@ def what_is_wrong_with_rle(rle: Any, image: Record) -> str:
     """Why a mask is none of its image, as a sentence without its subject; "" = nothing."""
     size = [image["height"], image["width"]]
     if not isinstance(rle, dict) or not isinstance(rle.get("counts"), list | str):
-        return "has a segmentation that is neither a list of polygons nor RLE with size and counts: mend it"
+        return "has a segmentation that is neither a list of polygons nor RLE with size and counts: fix it"
     if rle.get("size") != size:
         found = f"{rle.get('size')!r:.80}"
         return f"has a mask of the size {found}, but its image has {size}, height and width: mend one of them"
     runs = _run_lengths(rle["counts"])
     if not all(_is_whole(run) and run >= 0 for run in runs) or sum(runs) != size[0] * size[1]:
         # pycocotools would fill such a mask with whatever is in memory.
-        return "has RLE counts that do not add up to the pixels of its image: write the mask anew"
+        return "has RLE counts that do not add up to the pixels of its image: write the mask again"
     return ""
 
 

@@ -22,7 +22,7 @@ ASPECT_RATIOS = (0.5, 1.0, 2.0)
 BOX_REGION, MASK_REGION = 7, 14
 MASK_LAYERS = 4
 POSITIVE_SHARE = 0.25
-# Where the weights of a whole detector are told from those of a backbone.
+# Where the weights of a whole detector differ from those of a backbone.
 BODY = "backbone.body."
 # Layers of the heads whose width is the number of categories.
 BY_CLASS = ("cls_score", "box_predictor.bbox_pred", "mask_fcn_logits")

@@ -103,7 +103,7 @@ class AdeSource:
             values = _values(mask)
         if values is None:
             raise ValueError(
-                f"{file} is no label map (it is a {mask.format} of the colours {mask.mode}): convert it to a PNG of "
+                f"{file} is not a label map (it is a {mask.format} of the colours {mask.mode}): convert it to a PNG of "
                 "one channel, whose values are the numbers of classes"
             )
         # It is not decoded for this.
@@ -176,7 +176,7 @@ def _opened(file: str) -> Iterator[ImageFile]:
     # A broken file can make Pillow raise anything.
     except Exception as error:
         raise ValueError(
-            f"{describe_image_error(file, error)}: copy it anew, or remove it and what goes with it"
+            f"{describe_image_error(file, error)}: copy it again, or remove it and what goes with it"
         ) from error
 
 

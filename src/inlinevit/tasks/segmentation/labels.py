@@ -188,7 +188,7 @@ def read_labels(file: str | Path) -> LabelMap:
     try:
         plain = read_yaml(path)
     except ValueError as error:
-        raise ValueError(f"{path} is no YAML ({error}): mend it, or name another file") from error
+        raise ValueError(f"{path} is not valid YAML ({error}): fix it, or name another file") from error
     return LabelMap.from_plain(plain, path)
 
 

@@ -19,7 +19,7 @@ CHANNELS = {"semantic_fpn": 256, "upernet": 512}
 AUXILIARY_CHANNELS = 256
 # Of smp's features at strides 1, 2, 4, 8, 16 and 32, the auxiliary head sees those at 16.
 AUXILIARY_LEVEL = 4
-# Where the weights of a whole model are told from those of a backbone.
+# Where the weights of a whole model differ from those of a backbone.
 ENCODER = "encoder.model."
 # Layers whose width is the number of classes.
 BY_CLASS = ("segmentation_head.0", "segmentation_head.1", "auxiliary_head.classify")
