@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing import Pipe, get_context
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,13 @@ def change_one(monkeypatch: pytest.MonkeyPatch, key: str, **optimizer: Any) -> N
     monkeypatch.setattr(command, "cell_config", changed)
 
 
-@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_jobs_train_what_is_missing(
-    processes: bool,
     small_studies: dict[str, Study],
     data: str,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not processes:
-        monkeypatch.setattr(command, "Workers", InThisProcess)
     change_one(monkeypatch, "linear", lr=1e30, clip_grad=None)
     assert reproduce(data=data, output=str(tmp_path), jobs=2, steps=2) == 0
     assert results(tmp_path) == {"softmax": ["0", "1"], "linear": ["0"], "inline": ["0", "1"]}
@@ -87,7 +83,7 @@ def test_two_jobs_train_what_is_missing(
     assert "diverged in 1 of 1 seeds (step 2)" in printed.out
     assert "holds; linear diverged in 1 of 1" in printed.out
     # Everything is there now, so nothing is trained, and no data are needed.
-    monkeypatch.setattr(command, "Workers", None)
+    monkeypatch.setattr(workers, "get_context", None)
     assert reproduce(output=str(tmp_path), steps=2) == 0
     assert "5 of 5 runs are finished" in capfd.readouterr().err
     after = read_json(tmp_path / "results.json")
@@ -190,20 +186,6 @@ def test_folder_with_other_settings_is_refused(small_studies: dict[str, Study], 
 def test_list_trains_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     cli.main(["reproduce", "--list"])
     assert "injectivity: " in capfd.readouterr().out
-
-
-def test_workers_train_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forked processes, which start at once, with a stand-in for the training."""
-    monkeypatch.setattr(workers, "get_context", lambda method: get_context("fork"))
-    monkeypatch.setattr(workers, "train_cell", lambda config: Ended("failed", f"{config} in {os.getpid()}"))
-    updates: list[tuple[int, Ended | None]] = []
-    group = workers.Workers(["a", "b", "c"], 2, lambda place, ended: updates.append((place, ended)))  # type: ignore[list-item]
-    group.run()
-    assert sorted(place for place, ended in updates if ended is None) == [0, 1, 2]
-    ends = {place: ended.error.split(" in ") for place, ended in updates if ended is not None}
-    assert [ends[place][0] for place in range(3)] == ["a", "b", "c"]
-    assert str(os.getpid()) not in {process for _, process in ends.values()}
-    assert not group.processes
 
 
 def test_worker_ends_when_its_connection_closes() -> None:
