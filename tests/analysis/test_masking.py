@@ -30,23 +30,23 @@ def layer_of(model) -> Layer:
 @pytest.mark.parametrize("word", ["softmax", "linear", "inline", "efficient", "hydra", "focused"])
 @pytest.mark.parametrize("how", ["near", "random"])
 def test_masked_attention_is_attention_without_those_tokens(word, how):
-    """Query by query: the layer's own fast `mix`, of the keys and values that are left."""
+    """Query by query: the layer's own fast `attend`, of the keys and values that are left."""
     model = small(word)
     layer, mixer = layer_of(model), model.stages[0].blocks[0].attn
     see = hide_near(5) if how == "near" else hide_at_random(5, torch.Generator().manual_seed(1))
     seen = see(layer, 0, layer.tokens)
     rows = layer.attention_weights(attn_mask=seen.unsqueeze(1))
     windows = mixer.layout((8, 8))[0]
-    keys = mixer.add_positions(layer.k, windows) if word == "focused" else layer.k
+    keys = mixer.add_pos_embed(layer.k, windows) if word == "focused" else layer.k
     for query in (0, 1, 9, 30, 64):
         left = seen[0, query]
         q, k, v = layer.q[:, :, query : query + 1], keys[:, :, left], layer.v[:, :, left]
         if word == "focused":
             from inlinevit.ops import focused_attention
 
-            expected = focused_attention(q, k, v, mixer.share_spread(windows))
+            expected = focused_attention(q, k, v, mixer.positive_spread(windows))
         else:
-            expected = mixer.mix(q, k, v, windows)
+            expected = mixer.attend(q, k, v, windows)
         torch.testing.assert_close(rows[:, :, query : query + 1] @ layer.v, expected, rtol=1e-9, atol=1e-9)
 
 

@@ -252,7 +252,7 @@ def test_what_lies_beside_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert folder.newest_good() == tmp_path / "step-00000001"
-    folder.note_evaluation(Progress(step=1, evaluated_step=1))
+    folder.save_evaluation(Progress(step=1, evaluated_step=1))
     assert names(folder) == ["step-00000001", "step-00000001-kept", "step-00000001.safetensors"]
     save(folder, 2)
     assert names(folder) == ["step-00000001-kept", "step-00000001.safetensors", "step-00000002"]

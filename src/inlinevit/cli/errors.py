@@ -5,8 +5,9 @@ import os
 import re
 import sys
 from argparse import ArgumentError
-from typing import Any, TextIO
+from typing import TextIO
 
+from ..engine.errors import RunEnded, Stopped
 from ..utils.validation import did_you_mean
 
 TRACEBACK = "INLINEVIT_TRACEBACK"
@@ -44,11 +45,9 @@ def report_error(error: Exception, options: list[str]) -> int:
         return print_error(f"error: {message}: pip install 'inlinevit[{extra}]'", 1)
     if isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", message):
         return print_error("error: another process has ended before this one: see its message", 1)
-    # Imported by the commands that train, and only they raise these.
-    trainer: Any = sys.modules.get("inlinevit.engine.trainer")
-    if trainer is not None and isinstance(error, trainer.Stopped):
+    if isinstance(error, Stopped):
         return print_error(message, 128 + error.signal_number)
-    if trainer is not None and isinstance(error, trainer.RunEnded):
+    if isinstance(error, RunEnded):
         return print_error(f"error: {message}", 1)
     raise error
 

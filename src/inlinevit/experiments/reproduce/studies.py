@@ -126,7 +126,7 @@ ABLATED_MAPS = ("relu", "relu_affine", "leaky_relu", "identity")
 
 STUDIES = {
     "injectivity": Study(
-        "Injectivity: dividing or subtracting",
+        "Injectivity: division or subtraction",
         "Linear and InLine attention differ in one thing here: weights are normalised by division, which loses the "
         "length of a query, or by subtraction, which keeps it.",
         (*(LINEAR[phi] for phi in ABLATED_MAPS), *(PLAIN_INLINE[phi] for phi in ABLATED_MAPS)),
@@ -136,13 +136,13 @@ STUDIES = {
         ),
     ),
     "softmax": Study(
-        "Injectivity: softmax that loses the length of its queries",
+        "Injectivity: softmax with unit-length queries",
         "If injectivity matters, softmax should be worse with queries that pass a map that is not injective.",
         (SOFTMAX, UNIT_SOFTMAX),
         (Claim("plain softmax above softmax of unit queries", ((SOFTMAX.key, UNIT_SOFTMAX.key),)),),
     ),
     "locality": Study(
-        "Locality: windows and the local residual",
+        "Locality: window size and the local residual",
         "InLine attention within windows from 2 × 2 tokens to the whole feature map of 16 × 16, shifted in every "
         "second block, with and without the local residual.",
         tuple(WINDOWED.values()),
@@ -169,7 +169,7 @@ STUDIES = {
         seeds=2,
     ),
     "baselines": Study(
-        "All attentions under one budget",
+        "All attentions with the same budget",
         "Every attention that this library has, in the same transformer.",
         (SOFTMAX, LINEAR["relu"], *BASELINES.values(), INLINE["identity"]),
         tuple(
