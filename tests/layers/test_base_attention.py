@@ -371,3 +371,23 @@ def test_the_base_class_does_not_attend():
 def test_layout_is_the_whole_map_by_default():
     mixer = InLineAttention(DIM, HEADS)
     assert isinstance(mixer.layout, WholeMap)
+
+
+def test_kernels_of_a_new_attention_are_added():
+    """A subclass needs no forward of its own to add a convolution that it makes from the tokens."""
+
+    class Doubled(LinearAttention):
+        def local_kernels(self, context, windows):
+            """The centre tap alone: each token's value is added to its output."""
+            kernels = context.new_zeros(context.shape[0], context.shape[2], 9)
+            kernels[..., 4] = 1
+            return kernels
+
+    torch.manual_seed(0)
+    layer = Doubled(16, 2)
+    plain = LinearAttention(16, 2)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 12, 16)
+    values = F.linear(x, layer.qkv.weight[32:], layer.qkv.bias[32:])
+    expected = plain(x, (3, 4)) + F.linear(values, layer.proj.weight)
+    torch.testing.assert_close(layer(x, (3, 4)), expected)

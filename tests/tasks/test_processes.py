@@ -32,7 +32,8 @@ SCRIPT = """
 import sys
 from accelerate import Accelerator
 from inlinevit.engine.evaluator import evaluate_command
-from inlinevit.engine.setup import shard_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from inlinevit.tasks import TASKS
 
 folder = sys.argv[1]
@@ -44,7 +45,8 @@ for name, entry in TASKS.items():
 
     def load_sharded(*arguments, load=load):
         predictor = load(*arguments)
-        shard_model(predictor.model, Accelerator(cpu=True))
+        # All processes have all weights, and one of them loads them before the others: nothing may be broadcast here.
+        fully_shard(predictor.model, mesh=init_device_mesh("cpu", (2,)))
         return predictor
 
     if name in ("detection", "segmentation"):

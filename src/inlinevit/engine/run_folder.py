@@ -24,7 +24,7 @@ from .state import get_weights, is_sharded, pack, restore, save_shards
 class RunFolder:
     """The folder of a run.
 
-    Problems are found when this is constructed, before data are opened.
+    Problems are found when this is constructed, before the first step.
 
     Args:
         config: The run's configuration.

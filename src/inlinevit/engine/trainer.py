@@ -214,7 +214,7 @@ class Trainer:
         return numbers
 
     def clip_gradients(self, like: Tensor) -> Tensor:
-        """Clip the gradients if configured; returns their norm, or 0 where it may be infinite."""
+        """Clip the gradients if configured; returns their norm, or 0 without clipping and for float16."""
         if self.config.optimizer.clip_grad is None:
             return torch.zeros_like(like)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)

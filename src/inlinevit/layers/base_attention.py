@@ -103,7 +103,8 @@ class BaseAttention(nn.Module):
         outputs = []
         for q, k, v, windows in self.partition(x, feat_size):
             out = merge_heads(self.attend(q, k, v, windows))
-            out = add_convolution(out, v, None, self.static_kernels(windows), windows)
+            kernels = self.local_kernels(x if context is None else context, windows)
+            out = add_convolution(out, v, kernels, self.static_kernels(windows), windows)
             outputs.append(window_reverse(out, windows))
         return self.proj_drop(self.proj(join_head_groups(outputs)))
 

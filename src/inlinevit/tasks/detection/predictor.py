@@ -42,7 +42,7 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
     def predict_images(
         self, images: list[Image.Image], options: DetectionPredictOptions, device: torch.device
     ) -> list[list[Record] | None]:
-        """See Predictor.predict_images; objects above the threshold, the highest score first."""
+        """See Predictor.predict_images; objects with at least the threshold, the highest score first."""
         return [self.find_objects(image, options.threshold, device) for image in images]
 
     def find_objects(self, image: Image.Image, threshold: float, device: torch.device) -> list[Record] | None:

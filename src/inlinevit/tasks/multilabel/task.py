@@ -28,7 +28,7 @@ class MultilabelPredictor(ImagePredictor):
     def predict_images(
         self, images: list[Image.Image], options: MultilabelPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
-        """See Predictor.predict_images; labels above the threshold, the most probable first."""
+        """See Predictor.predict_images; labels with at least the threshold, the most probable first."""
         names, results = self.readable_classes(), []
         for row in self.logits(images, device).sigmoid():
             order = row.argsort(descending=True)
@@ -49,7 +49,7 @@ class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilab
     def __init__(self, config: MultilabelConfig) -> None:
         super().__init__(config)
         self.train_source: CsvSource = open_csv(config.data, training=True)
-        self.names = self.train_source.names
+        self.names, self.targets = self.train_source.names, self.train_source.targets
         self.eval_source = open_csv(config.data, training=False, names=self.names)
         self.num_classes, self.num_labels = len(self.names), len(self.train_source)
         fits = self.num_classes > 0 and config.model.num_classes in (None, self.num_classes)
@@ -61,8 +61,9 @@ class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilab
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:
         images, rows, problems = batch
         self.unreadable.check(problems)
-        targets = self.train_source.targets[rows.cpu()].to(images.device)
-        return multilabel_loss(model(images).float(), targets, self.config.loss)
+        # Kept on the device, so that no step waits for it.
+        self.targets = self.targets.to(images.device)
+        return multilabel_loss(model(images).float(), self.targets[rows], self.config.loss)
 
     def evaluator(self) -> MultilabelEvaluator:
         return MultilabelEvaluator(self.eval_source, self.spec, self.config.data, threshold=0.5)
