@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests import slow_except
+
 
 def run(code: str) -> str:
     """Run code in a process of its own; return what it prints."""
@@ -18,13 +20,17 @@ CREATE = "assert type(timm.create_model('inline_deit_tiny', device='meta')).__na
 
 @pytest.mark.parametrize(
     "imports",
-    [
+    slow_except(
+        [
+            "import inlinevit, timm",
+            "import timm, inlinevit",
+            "import timm.models, inlinevit",
+            "import inlinevit.models, timm",
+            "from inlinevit import InLineAttention; import timm",
+        ],
         "import inlinevit, timm",
-        "import timm, inlinevit",
-        "import timm.models, inlinevit",
-        "import inlinevit.models, timm",
         "from inlinevit import InLineAttention; import timm",
-    ],
+    ),
 )
 def test_models_are_registered_in_any_order(imports: str) -> None:
     run(f"{imports}\n{CREATE}")
@@ -35,6 +41,7 @@ def test_importing_the_package_imports_no_slow_packages() -> None:
     assert run(code) == "set()\n"
 
 
+@pytest.mark.slow
 def test_importing_costs_little_beyond_torch_and_timm() -> None:
     code = (
         "import time, torch, torchvision, timm, timm.models\n"

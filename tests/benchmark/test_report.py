@@ -22,6 +22,7 @@ from inlinevit.benchmark.tables import (
 )
 from inlinevit.benchmark.timing import Quartiles
 from inlinevit.report import Table, svg_bytes
+from tests import slow_except
 
 MACHINE = {"processor": "A Processor", "cores": 4, "memory": 2**33, "load": 0.5, "gemm_rate": 1e11}
 SETTINGS = {"backward": False, "threads": 2, "revision": "abc"}
@@ -53,7 +54,7 @@ def made_up(what):
     return Results(what, dict(SETTINGS), dict(MACHINE), measurements, ["something is left out: too large"])
 
 
-@pytest.mark.parametrize("what", BENCHES)
+@pytest.mark.parametrize("what", slow_except(BENCHES, "layer", "resolution", "detection"))
 def test_all_can_be_written_and_read(what, tmp_path):
     results = made_up(what)
     page = write_report(results, tmp_path, "name")
@@ -67,7 +68,7 @@ def test_all_can_be_written_and_read(what, tmp_path):
     assert make_markdown(read, "a.svg") == make_markdown(results, "a.svg")
 
 
-@pytest.mark.parametrize("what", BENCHES)
+@pytest.mark.parametrize("what", slow_except(BENCHES, "layer", "resolution", "detection"))
 def test_the_terminal_shows_every_cell(what, capsys):
     results = made_up(what)
     print_results(results, Console())

@@ -148,6 +148,7 @@ def test_interrupted_demo_resumes(
     assert numbers(Finished(tmp_path, "").report) == numbers(finished.report)
 
 
+@pytest.mark.slow
 def test_finished_demo_starts_again(
     data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

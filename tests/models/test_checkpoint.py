@@ -32,6 +32,7 @@ from inlinevit.layers.embed import resample_pos_embed
 from inlinevit.models import InLineDeiT, load_checkpoint
 from inlinevit.models._checkpoint import adapt_state_dict
 from inlinevit.models._weight_files import CONFIG_CLASS, read_state_dict
+from tests import slow_except
 
 NAMES = [
     *(f"inline_deit_{size}" for size in ("tiny", "small", "base")),
@@ -166,7 +167,7 @@ def assert_loaded(model: nn.Module, source: nn.Module, path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- published weights
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, *FAMILIES))
 def test_every_published_parameter_has_its_place(name: str, parameters: dict[str, Any], tmp_path: Path) -> None:
     entry = parameters[name]
     path = save_published(tmp_path / "published.pth", hollow(entry))
@@ -286,7 +287,7 @@ def test_a_model_of_two_parts_takes_them_in_order(shallow: Callable[[str], dict[
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny"])
+@pytest.mark.parametrize("name", ["inline_pvt_tiny"])
 def test_other_precisions_load(
     name: str, dtype: torch.dtype, shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
 ) -> None:
@@ -314,7 +315,7 @@ def test_weights_that_are_not_numbers_are_loaded_as_they_are(
 # --------------------------------------------------------------------------------------------------- through timm
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_except(FAMILIES, "inline_swin_tiny"))
 def test_timm_loads_a_file(name: str, shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path) -> None:
     weights = shallow(name)
     path = save_published(tmp_path / "published.pth", weights)
@@ -453,7 +454,7 @@ def test_our_own_files_load(name: str, tmp_path: Path) -> None:
     assert_loaded(model, source, tmp_path / "legacy.pth")
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module."])
 @pytest.mark.parametrize("own", [True, False])
 def test_names_of_wrappers_are_dropped(
     prefix: str, own: bool, shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
@@ -531,7 +532,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_pvt_tiny"])
-@pytest.mark.parametrize("size", [(256, 256), (160, 160), (192, 288), (112, 448)])
+@pytest.mark.parametrize("size", [(160, 160), (192, 288)])
 def test_positions_are_resized_as_the_model_does_it(
     name: str, size: tuple[int, int], shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
 ) -> None:

@@ -3,12 +3,16 @@
 import typing
 from argparse import ArgumentError
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from ..utils.files import read_yaml
 from ..utils.validation import Range, check_fields, check_value, require
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -369,17 +373,24 @@ def config_from_dict(kind: type[AnyConfig], values: Any) -> AnyConfig:
     Raises:
         ValueError: A field is unknown, or its value is not valid; the message is one sentence without the file.
     """
-    # Here, because most commands that import this module parse no file.
-    from jsonargparse import ArgumentParser
-
     _require_sections(kind, values)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind)
+    parser = _parser_of(kind)
     try:
         parsed = parser.instantiate(parser.parse_object(values))
     except ArgumentError as error:
         raise ValueError(" ".join(str(error).split())[:300]) from error
     return kind(**vars(parsed))
+
+
+@cache
+def _parser_of(kind: type) -> "ArgumentParser":
+    """Return a parser for the fields of a dataclass; making one takes longer than parsing."""
+    # Here, because most commands that import this module parse no file.
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind)
+    return parser
 
 
 def _require_sections(kind: Any, values: Any) -> None:
