@@ -154,7 +154,7 @@ TRAIN = [
     ("--model.kwargs.pretrained_cfg '{url: x}'", "pretrained_cfg stands in model.kwargs"),
     ("--model.name vit_tiny_patch16_224 --model.kwargs.embed_dim 0", "cannot be made with embed_dim 0"),
     ("--model.name vit_tiny_patch16_224 --model.kwargs.patch_size 0", "cannot be made with patch_size 0"),
-    ("--model.name vit_tiny_patch16_224 --model.img_size 1", "cannot see images of 1 pixels"),
+    ("--model.name vit_tiny_patch16_224 --model.img_size 1", "does not support images of 1 pixels"),
     ("--model.img_size 1000000", "model.img_size is 1000000: it should be at most 65536"),
     ("--model.img_size 65536 --data.batch_size 2", "GB of memory, but"),
     ("--model.num_classes 3", "model.num_classes is 3, but embedded has 10 classes: leave it out, or raise it"),

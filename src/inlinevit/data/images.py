@@ -192,10 +192,10 @@ def _tiff_tag(image: Image.Image, name: str) -> object:
 
 @contextmanager
 def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
-    """Have Pillow refuse images that are large, but not yet a danger to every machine: it only warns of them.
+    """Raise an error where Pillow only warns of a decompression bomb.
 
     Args:
-        most_pixels: What is too many for whoever opens them; None = what Pillow thinks.
+        most_pixels: The limit; None = Pillow's.
     """
     before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():

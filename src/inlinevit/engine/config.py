@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from ..utils.files import read_yaml
 from ..utils.validation import Range, check_fields, check_value, require
@@ -374,7 +374,7 @@ def config_from_dict(kind: type[AnyConfig], values: Any) -> AnyConfig:
         ValueError: A field is unknown, or its value is not valid; the message is one sentence without the file.
     """
     _require_sections(kind, values)
-    parser = _parser_of(kind)
+    parser = _parser_of(cast(Any, kind))
     try:
         parsed = parser.instantiate(parser.parse_object(values))
     except ArgumentError as error:

@@ -89,7 +89,7 @@ class RunFolder:
             lock.release()
             raise ValueError(f"{self.path} was used by another run since this one was set up: start it again")
         if resume == "never" and set(os.listdir(self.path)) > {RUN_LOCK}:
-            # The lock is renamed with the folder, so nobody can take it in between.
+            # The lock is renamed with the folder, so no other process can take it in between.
             former = archive_folder(self.path)
             warnings.warn(f"{self.path} held a run: it is now {former}", stacklevel=2)
             make_output_dir(self.path)

@@ -27,7 +27,7 @@ from .checkpoints import FileEntry, pack_state, pack_weights, read_state, read_w
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
-# What an optimizer keeps of a run's settings: those of this run count, and not those that a checkpoint tells.
+# Settings of a run in the state of its optimizer: those of this run are used, not those of the checkpoint.
 SETTINGS = ("betas", "eps", "initial_lr", "lr_scale", "momentum", "weight_decay")
 
 

@@ -37,7 +37,7 @@ class Task(ABC):
     """
 
     # Arguments of the class statement: class MyTask(Task, config=…, command=…, metric=…).
-    # The configuration, and the command without train, eval or predict.
+    # The configuration, and the command, such as "inlinevit detect".
     config_class: ClassVar[type[TrainConfig]]
     command: ClassVar[str]
     # The metric that decides which weights are the best, and whether larger is better.

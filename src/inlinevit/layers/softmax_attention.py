@@ -26,7 +26,7 @@ class SoftmaxAttention(BaseAttention):
         num_heads: Heads; they divide the channels.
         relative_window: Learn a bias for each relative position in a window of this size (Swin); 0 = none.
         reduction: Take keys and values from the map made this many times smaller, by a strided convolution (PVT).
-        unit_queries: Give queries unit length first. The map is not injective; this is an experiment.
+        unit_queries: Normalise queries to unit length. Attention is then not injective; for experiments.
         **kwargs: Arguments of BaseAttention.
     """
 

@@ -33,7 +33,7 @@ class LabelledImages(Dataset[Sample]):
     Args:
         source: Where the images come from.
         transform: From a PIL image to a tensor.
-        mode: Pillow's word for the colours that the model wants.
+        mode: Colour mode of the model's images, in Pillow's notation.
         num_classes: Labels must be below this.
         tries: How many images to try; 1 = never take another one.
     """
@@ -146,12 +146,12 @@ def make_train_loader(
     seed: int,
     plan: BatchPlan,
 ) -> TrainLoader:
-    """Batches (images, labels, problems) of one process, in an order that comes back.
+    """Batches (images, labels, problems) of one process, in a reproducible order.
 
     Args:
         source: Where the images come from.
         transform: From a PIL image to a tensor.
-        mode: Pillow's word for the colours that the model wants.
+        mode: Colour mode of the model's images, in Pillow's notation.
         num_classes: Labels must be below this.
         config: How many images to use, and how many may be unreadable.
         repeats: How often an image comes in a row, each time augmented again.

@@ -33,9 +33,9 @@ OWN_WORDS = {
 
 
 def build_model(config: ModelConfig, num_classes: int, *, new_head: bool = True) -> nn.Module:
-    """The model of a configuration, with the weights that it starts from.
+    """Build the model of a configuration, with its initial weights.
 
-    Models that cannot leave out branches are built without; so are those that take images of any size as they are.
+    drop_path_rate and img_size are passed only to models that have these arguments.
 
     Args:
         config: The model.
@@ -96,7 +96,7 @@ def _build_with_weights(config: ModelConfig, num_classes: int, new_head: bool) -
 
 
 def _create(config: ModelConfig, num_classes: int, **weights: Any) -> nn.Module:
-    """Create a model with the size of its images and the share of branches to leave out, if it takes them."""
+    """Create a model with img_size and drop_path_rate, if it has these arguments."""
 
     def when_refused(argument: str) -> None:
         if argument == "img_size":
@@ -114,7 +114,7 @@ def _create(config: ModelConfig, num_classes: int, **weights: Any) -> nn.Module:
 
 @torch.no_grad()
 def require_size(model: nn.Module, config: ModelConfig) -> None:
-    """Refuse images of a size that a model of timm's cannot see: some say so when they see the first one only."""
+    """Refuse an image size that a timm model does not support: some only fail in their first forward pass."""
     device = next(model.parameters()).device
     image = torch.zeros(1, config.in_chans, config.img_size or 1, config.img_size or 1, device=device)
     was_training = model.training
@@ -122,7 +122,7 @@ def require_size(model: nn.Module, config: ModelConfig) -> None:
         model.eval()(image)
     except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
-            f"{config.name} cannot see images of {config.img_size} pixels ({' '.join(str(error).split())[:200]}): "
+            f"{config.name} does not support images of {config.img_size} pixels ({' '.join(str(error).split())[:200]}): "
             "choose another img_size"
         ) from error
     finally:
@@ -130,7 +130,7 @@ def require_size(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _check_any_size(config: ModelConfig) -> None:
-    """Refuse another size than its own to a model that has one, and no argument for it."""
+    """Refuse an img_size for a model with a fixed input size."""
     made_for = get_pretrained_cfg(config.name)
     if made_for is not None and made_for.fixed_input_size and made_for.input_size[-1] != config.img_size:
         raise ValueError(
@@ -140,7 +140,7 @@ def _check_any_size(config: ModelConfig) -> None:
 
 
 def classes_of_model(config: ModelConfig) -> int:
-    """How many classes a model can tell apart with the weights that it starts from."""
+    """Return the number of classes of a model with its initial weights."""
     made_for = get_pretrained_cfg(config.name)
     published = made_for.num_classes if made_for is not None else 0
     if config.checkpoint is None:

@@ -35,7 +35,7 @@ class SplitRequest:
         return f"--data.{'train' if self.training else 'eval'}_split"
 
     def candidates(self) -> tuple[str, ...]:
-        """What it may be called in the data, the most likely first; nothing if its name is none of a file."""
+        """What it may be called in the data, the most likely first; empty if its name is not a plain file name."""
         if self.name is None:
             return TRAINING_NAMES if self.training else EVALUATION_NAMES
         # Joined with a folder, others would lead elsewhere.
@@ -56,7 +56,7 @@ class SplitRequest:
 
     @property
     def fits_undivided(self) -> bool:
-        """Whether it was not given that asks for a split: what older versions wrote for that does not."""
+        """Whether no split was named, so that data without splits can be used."""
         return self.name in (None, FORMER_DEFAULTS[0 if self.training else 1])
 
     def require_undivided(self, data: str) -> None:

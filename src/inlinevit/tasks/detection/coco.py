@@ -334,7 +334,7 @@ def _what_is_wrong_with_image(image: Record) -> str:
     if not has_valid_size((width, height)):
         return f"has {width} × {height} pixels, which show nothing: remove it"
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
-        return f"has {width} × {height} pixels, more than Pillow takes for harmless: cut it into smaller ones"
+        return f"has {width} × {height} pixels, more than Pillow's decompression-bomb limit: cut it into smaller ones"
     return ""
 
 

@@ -21,7 +21,7 @@ class PyramidBackbone(nn.Module):
     Args:
         body: A model made by timm with features_only=True; see build_backbone().
         channels: Of each map.
-        frozen_stages: So many stages of the body, from the first, do not learn.
+        frozen_stages: Number of frozen stages of the body, from the first.
     """
 
     def __init__(self, body: nn.Module, channels: int, *, frozen_stages: int = 0) -> None:

@@ -56,7 +56,7 @@ class AdeSource:
                 f"{len(missing)} of {len(self.stems)} images have no label map, such as {images[missing[0]]}: add "
                 f"{self.masks_folder / missing[0]}{MASK_ENDING}, or remove the image"
             )
-        # They harm nobody, but whoever has lost images should hear of it.
+        # Label maps without images are not used; images may have been lost.
         alone = sorted(masks.keys() - images.keys())
         if alone:
             warnings.warn(
