@@ -122,8 +122,8 @@ def require_size(model: nn.Module, config: ModelConfig) -> None:
         model.eval()(image)
     except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
-            f"{config.name} does not support images of {config.img_size} pixels ({' '.join(str(error).split())[:200]}): "
-            "choose another img_size"
+            f"{config.name} does not support images of {config.img_size} pixels "
+            f"({' '.join(str(error).split())[:200]}): choose another img_size"
         ) from error
     finally:
         model.train(was_training)
