@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops", "optimize_for_inference"]
 
-__getattr__, __dir__, _ = lazy_loader.attach(
+__getattr__, _, _ = lazy_loader.attach(
     __name__,
     submodules=["layers", "models", "ops"],
     submod_attrs={
@@ -22,6 +22,11 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "models.inference": ["optimize_for_inference"],
     },
 )
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
+    return [*globals(), *__all__]
 
 
 @wrapt.when_imported("timm.models")

@@ -10,6 +10,7 @@ from inlinevit.benchmark.measure import MODES
 from inlinevit.benchmark.options import ALL_MODES, BENCHES, FAMILIES, OPTIONS_HELP
 from inlinevit.benchmark.studies import COMPARISONS, published_top1, run_bench
 from inlinevit.models.catalog import CATALOG
+from tests import slow_except
 
 TINY = "inline_deit_tiny:embed_dim=16,depth=1,num_heads=2,num_classes=5"
 
@@ -20,7 +21,7 @@ def small_matrices(monkeypatch):
     monkeypatch.setattr(machine, "GEMM_SIDE", 8)
 
 
-@pytest.mark.parametrize("what", BENCHES)
+@pytest.mark.parametrize("what", slow_except(BENCHES, "layer"))
 def test_defaults_make_comparisons(what):
     bench = BENCHES[what]
     for options in (bench.options, {**bench.options, **bench.quick}):

@@ -111,6 +111,7 @@ def test_records_are_kept_unless_asked(monkeypatch, tmp_path, capsys):
         record_tool.main()
 
 
+@pytest.mark.slow
 def test_the_working_tree_is_measured_against_a_revision(tmp_path):
     """In a process of its own, because it registers the older models with timm."""
     if not (ROOT / ".git").exists():

@@ -122,6 +122,7 @@ def numbers(report: dict[str, Any]) -> dict[str, Any]:
     return {name: sections[name] for name in ("training", "images", "confusions", "confusion", "locality", "masking")}
 
 
+@pytest.mark.slow
 def test_interrupted_demo_resumes(
     finished: Finished, data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,11 +19,11 @@ from tests import ROOT
 CORPUS = Path(__file__).parent / "corpus"
 # Inputs of a short run: some hundred, as many as a few seconds allow.
 INPUTS = {
-    "weights": 300,
-    "safetensors": 300,
+    "weights": 150,
+    "safetensors": 150,
     "checkpoint": 200,
-    "labels": 300,
-    "recipe": 40,
+    "labels": 150,
+    "recipe": 20,
     "coco": 500,
     "images": 400,
 }
@@ -187,6 +187,7 @@ def test_workers_that_die_or_hang_are_counted(monkeypatch: pytest.MonkeyPatch) -
         list(fuzz.outcomes(worker("1 / 0")))
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--inputs", "5", "--findings", str(tmp_path), "labels"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

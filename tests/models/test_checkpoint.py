@@ -872,7 +872,10 @@ def test_a_larger_model_of_the_family_is_refused(shallow: Callable[[str], dict[s
     assert len(str(caught.value)) < 1200
 
 
-@pytest.mark.parametrize("name", ["inline_deit_base", "inline_pvt_large", "inline_swin_tiny", "inline_cswin_base"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["inline_deit_base", "inline_pvt_large", "inline_swin_tiny", "inline_cswin_base"], "inline_swin_tiny"),
+)
 def test_other_models_files_are_refused_in_few_words(name: str, parameters: dict[str, Any], tmp_path: Path) -> None:
     path = save_published(tmp_path / "other.pth", hollow(parameters[name]))
     for other in FAMILIES:
@@ -978,7 +981,7 @@ HEADS: dict[str, dict[str, Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["pth", "safetensors"])
+@pytest.mark.parametrize("form", slow_except(["pth", "safetensors"], "safetensors"))
 @pytest.mark.parametrize("malformed", HEADS)
 def test_malformed_heads_are_refused(
     malformed: str, form: str, shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
@@ -1055,7 +1058,7 @@ PLACES_OF_UNUSUAL = [
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor", "ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*quantiz")
-@pytest.mark.parametrize("place", PLACES_OF_UNUSUAL)
+@pytest.mark.parametrize("place", slow_except(PLACES_OF_UNUSUAL, "head.weight"))
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_unusual_tensors_are_refused(
     kind: str, place: str, shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path

@@ -17,6 +17,7 @@ from inlinevit.models import factory
 from inlinevit.tasks.classification.config import ModelConfig
 from inlinevit.tasks.classification.model import build_model, check_model_name
 from inlinevit.tasks.classification.predictor import imagenet_classes, load_classifier, wordnet_names
+from tests import slow_except
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -274,7 +275,7 @@ MALFORMED: dict[str, dict[str, Tensor | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, "test_vit"))
 @pytest.mark.parametrize("malformed", MALFORMED)
 def test_malformed_heads_are_refused(name: str, malformed: str, tmp_path: Path) -> None:
     weights = weights_of(timm.create_model(name, num_classes=7))

@@ -1,5 +1,6 @@
 """The recipes against the published table, through the parser of `inlinevit train`."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -70,6 +71,7 @@ PUBLISHED_AUGMENTATION = AugmentConfig(
 )
 
 
+@cache
 def parse(name: str, *overrides: str) -> ClassificationConfig:
     """A recipe, as `inlinevit train` reads it."""
     return parse_config(["--config", name, *overrides])

@@ -1,6 +1,6 @@
 """The recipes for detectors against the table of settings, through the parser of `inlinevit detect train`."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -61,6 +61,7 @@ TABLE = {
 }
 
 
+@cache
 def parse(name: str, *overrides: str) -> DetectionConfig:
     """A recipe, as `inlinevit detect train` reads it."""
     return parse_config(["--config", name, *overrides])

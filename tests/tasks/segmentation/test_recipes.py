@@ -1,6 +1,6 @@
 """The recipes for segmentation against the table of settings, through the parser of `inlinevit segment train`."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ TABLE = {
 }
 
 
+@cache
 def parse(name: str, *overrides: str) -> SegmentationConfig:
     """A recipe, as `inlinevit segment train` reads it."""
     return parse_config(["--config", name, *overrides])
