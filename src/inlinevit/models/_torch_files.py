@@ -1,41 +1,38 @@
-"""What torch.save has written, read without torch.load: nothing is called that a file names, and nothing is allocated
-that the file does not hold.
+"""Files of torch.save, read without torch.load: no code runs, and no memory is allocated for data that is not there.
 
-A pickle is a program for a small machine. This one knows plain values, containers and tensors; of everything else a
-file could name, the first name ends the reading. Tensors are described while the program runs, and read from the file
-only when they are asked for.
+The pickle in a file is read by Python's own unpickler, restricted to plain values, containers and tensors; the first
+other name that a file holds ends the reading. Tensors are only described by the pickle. They are read from the file
+when they are asked for.
 """
 
 import io
 import math
 import os
-import pickletools
+import pickle
 import struct
 import sys
 import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
 
 ZIP_START = b"PK\x03\x04"
-# What files of torch before 1.6 begin with, as two pickled numbers: a mark, and the version of the format.
-LEGACY_MARK = 0x1950A86A20F9469CFC6C
-LEGACY_VERSION = 1001
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 ENCRYPTED = 1
+# Files of torch before 1.6 begin with two pickled numbers: a magic number, and the version of the format.
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_VERSION = 1001
 MOST_DIMENSIONS = 16
 MOST_COPIED = 2_000_000
 # torch counts elements and bytes in 64 bits.
 LARGEST = 2**62
-# Published files carry their configuration as an object of this class. It is read as a plain dictionary.
+# Published files have their configuration as an object of this class. It is read as a plain dictionary.
 CONFIG_CLASS = "yacs.config.CfgNode"
 
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 STORAGE_DTYPES: dict[str, torch.dtype | None] = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -56,7 +53,8 @@ STORAGE_DTYPES: dict[str, torch.dtype | None] = {
     "QUInt2x4Storage": torch.quint2x4,
     "UntypedStorage": None,
 }
-# Tensors that have no values of their own in a file, or not as they are, by what makes them.
+DICTS = ("builtins.dict", "collections.OrderedDict", CONFIG_CLASS)
+# Tensors that are not arrays of numbers in the file, by the function that would rebuild them.
 UNUSUAL_TENSORS = {
     "torch._utils._rebuild_qtensor": "quantized",
     "torch._utils._rebuild_sparse_tensor": "sparse",
@@ -67,25 +65,20 @@ UNUSUAL_TENSORS = {
     "torch._utils._rebuild_device_tensor_from_numpy": "device-specific",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "device-specific",
 }
-# Names of torch that only stand among the arguments of such tensors.
-MARKERS = (
+# Values that may stand beside weights or describe unusual tensors. None of them is built: Opaque stands for them.
+OPAQUE = (
+    "_codecs.encode",
+    "builtins.bytearray",
+    "builtins.complex",
+    "builtins.frozenset",
+    "builtins.set",
+    "collections.Counter",
+    "torch.Size",
     "torch.Tensor",
-    "torch.nn.parameter.Parameter",
-    "torch.nn.parameter.Buffer",
-    "torch.serialization._get_layout",
     "torch.device",
-    "torch.per_tensor_affine",
-    "torch.per_tensor_symmetric",
-    "torch.per_channel_affine",
-    "torch.per_channel_symmetric",
-    "torch.per_channel_affine_float_qparams",
-    "torch.strided",
-    "torch.sparse_coo",
-    "torch.sparse_csr",
-    "torch.sparse_csc",
-    "torch.sparse_bsr",
-    "torch.sparse_bsc",
-    "torch.jagged",
+    "torch.nn.parameter.Buffer",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
 )
 
 
@@ -105,13 +98,11 @@ class StorageRecord:
         key: Its name in the file.
         dtype: Of its numbers; None = bytes.
         numel: How many numbers, or bytes, it has.
-        start: Where a part of it begins, in numbers; the whole begins at 0.
     """
 
     key: str
     dtype: torch.dtype | None
     numel: int
-    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -124,14 +115,14 @@ class TensorRecord:
     """A tensor that has not been read yet; it fits into its storage.
 
     Attributes:
-        storage: Where its numbers are.
+        key: Name of its storage in the file.
         dtype: Of its numbers.
         offset: Of the first one, in numbers.
         shape: Its sizes.
         stride: Its strides.
     """
 
-    storage: StorageRecord
+    key: str
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
@@ -139,13 +130,13 @@ class TensorRecord:
 
     @property
     def nbytes(self) -> int:
-        """Its size if every number stood alone, as in a copy of it."""
+        """Size of a contiguous copy."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class UnusualTensor:
-    """A tensor that is not an array of numbers in the file.
+    """A tensor that is not an array of numbers in the file, such as a sparse one.
 
     Attributes:
         kind: In a word.
@@ -155,10 +146,216 @@ class UnusualTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Marker:
-    """A name of torch's that stands for nothing here."""
+class StorageType:
+    """A class of storages, by the dtype of its numbers; None = bytes."""
 
-    name: str
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """Stands for a function or class that a file may call; `make` is called instead."""
+
+    make: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.make(*arguments)
+
+
+class Opaque:
+    """Stands for a value that is not needed, and for its class."""
+
+    def __call__(self, *arguments: Any) -> "Opaque":
+        return Opaque()
+
+    def add(self, item: Any) -> None:
+        """Add nothing to a set."""
+
+
+class CheckedDict(dict[Any, Any]):
+    """A dictionary whose keys are plain values or flat tuples of them: hashing nested tuples can take forever."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        for part in key if isinstance(key, tuple) else (key,):
+            expect(part, str | bytes | int | float | None | torch.dtype | Opaque)
+        super().__setitem__(key, value)
+
+
+class RestrictedUnpickler(pickle._Unpickler):
+    """Reads plain values, containers and tensors.
+
+    This is Python's unpickler in Python, of which single instructions can be replaced. The one in C hashes any key,
+    which overflows the stack for nested tuples, and allocates memory for any index that a file claims.
+
+    Args:
+        stream: The file, at the start of a pickle.
+        find_storage: Checks storages; None = there are none.
+    """
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, stream: Any, find_storage: Callable[[StorageRecord], None] | None = None) -> None:
+        super().__init__(stream, encoding="latin1")
+        self.find_storage = find_storage
+        # Values that were copied from one container to another.
+        self.copied = 0
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name of the file, or raise ForbiddenName."""
+        # Protocol 2 uses the name that Python 2 had.
+        path = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if path in DICTS:
+            return Function(self.make_dict)
+        if path in TENSORS:
+            return Function(TENSORS[path])
+        if path in UNUSUAL_TENSORS:
+            return Function(lambda *arguments: UnusualTensor(UNUSUAL_TENSORS[path]))
+        if path in OPAQUE:
+            return Opaque()
+        if module in ("torch", "torch.cuda", "torch.storage") and name in STORAGE_DTYPES:
+            return StorageType(STORAGE_DTYPES[name])
+        constant = vars(torch).get(name) if module == "torch" else None
+        if isinstance(constant, torch.dtype | torch.layout | torch.qscheme):
+            return constant
+        raise ForbiddenName(path)
+
+    def get_extension(self, code: int) -> None:
+        """Refuse names that other code has registered by a number."""
+        raise Damaged("its pickle names something by a number")
+
+    def persistent_load(self, pid: Any) -> StorageRecord:
+        """Return the storage that is meant by ("storage", type, key, location, length[, view])."""
+        if self.find_storage is None or not isinstance(pid, tuple) or not 5 <= len(pid) <= 6:
+            raise Damaged("its pickle refers to something that is not in it")
+        word, storage_type, key, _, numel = pid[:5]
+        if word != "storage" or not is_count(numel) or any(pid[5:]):
+            raise Damaged("its pickle refers to something that is not in it")
+        storage = StorageRecord(str(expect(key, str | int)), expect(storage_type, StorageType).dtype, numel)
+        self.find_storage(storage)
+        return storage
+
+    def make_dict(self, items: Any = ()) -> CheckedDict:
+        """Return a dictionary of pairs, or of another dictionary."""
+        # A short pickle could copy a long list again and again.
+        self.copied += len(items)
+        if self.copied > MOST_COPIED:
+            raise Damaged("its pickle copies its values too often")
+        made = CheckedDict()
+        for key, value in items.items() if isinstance(items, dict) else expect(items, list | tuple):
+            made[key] = value
+        return made
+
+    def load_build(self) -> None:
+        """Drop attributes of containers and tensors, such as the versions of modules in a state dict."""
+        self.stack.pop()
+        expect(self.stack[-1], dict | TensorRecord | UnusualTensor | Opaque)
+
+    def load_empty_dictionary(self) -> None:
+        """Start a dictionary."""
+        self.stack.append(CheckedDict())
+
+    def load_dict(self) -> None:
+        """Make a dictionary of keys and values, in turn."""
+        items = self.pop_mark()
+        self.stack.append(self.make_dict(list(zip(items[::2], items[1::2], strict=True))))
+
+    def load_empty_set(self) -> None:
+        """Start a set, which is not needed."""
+        self.stack.append(Opaque())
+
+    def load_frozenset(self) -> None:
+        """Make a set, which is not needed."""
+        self.pop_mark()
+        self.stack.append(Opaque())
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **pickle._Unpickler.dispatch,
+        # As bytes: the unpickler would allocate a bytearray of any length before it reads.
+        ord(pickle.BYTEARRAY8): pickle._Unpickler.dispatch[ord(pickle.BINBYTES8)],
+        # Classes are called like functions: what stands for them is not a class.
+        ord(pickle.NEWOBJ): pickle._Unpickler.dispatch[ord(pickle.REDUCE)],
+        ord(pickle.BUILD): load_build,
+        ord(pickle.EMPTY_DICT): load_empty_dictionary,
+        ord(pickle.DICT): load_dict,
+        ord(pickle.EMPTY_SET): load_empty_set,
+        ord(pickle.FROZENSET): load_frozenset,
+    }
+
+
+def unpickle(stream: Any, find_storage: Callable[[StorageRecord], None] | None = None) -> Any:
+    """Read one pickle, up to its end."""
+    try:
+        return RestrictedUnpickler(stream, find_storage).load()
+    # Damaged pickles fail in many ways.
+    except (
+        ArithmeticError, AttributeError, EOFError, LookupError, RecursionError, TypeError, ValueError,
+        pickle.UnpicklingError, struct.error,
+    ) as error:  # fmt: skip
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def expect(value: Any, kind: Any) -> Any:
+    """Return a value if it is of the expected type."""
+    if not isinstance(value, kind):
+        raise Damaged("its pickle mixes up its values")
+    return value
+
+
+def is_count(value: Any) -> bool:
+    """Return whether this is a number of things."""
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def describe_tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, *more: Any
+) -> TensorRecord | UnusualTensor:
+    """Describe a tensor by its place in a storage; `more` is the metadata, which marks lazily conjugated tensors."""
+    return describe_typed_tensor(storage, offset, shape, stride, requires_grad, hooks, storage.dtype, *more)
+
+
+def describe_typed_tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, *more: Any
+) -> TensorRecord | UnusualTensor:
+    """Describe a tensor whose dtype is given apart from its storage."""
+    storage, dtype = expect(storage, StorageRecord), expect(dtype, torch.dtype)
+    shape, stride = tuple(expect(shape, tuple | list)), tuple(expect(stride, tuple | list))
+    if (
+        not all(map(is_count, (offset, *shape, *stride)))
+        or len(shape) != len(stride)
+        or len(shape) > MOST_DIMENSIONS
+        or math.prod(shape) > LARGEST
+    ):
+        raise Damaged("a tensor has a shape that is no shape")
+    if any(more):
+        return UnusualTensor("lazily conjugated or negated")
+    end = offset
+    if 0 not in shape:
+        end += 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    if end * dtype.itemsize > storage.nbytes:
+        raise Damaged("a tensor is larger than its storage")
+    return TensorRecord(storage.key, dtype, offset, shape, stride)
+
+
+def describe_parameter(tensor: Any, *more: Any) -> TensorRecord | UnusualTensor:
+    """Return the tensor of a parameter."""
+    return expect(tensor, TensorRecord | UnusualTensor)
+
+
+def describe_from_type(function: Any, *more: Any) -> TensorRecord | UnusualTensor:
+    """Describe a tensor with attributes of its own, which are left out."""
+    return describe_parameter(expect(function, Function).make(*expect(more[1], tuple)))
+
+
+# The functions that torch.save names, with what is called instead.
+TENSORS: dict[str, Callable[..., TensorRecord | UnusualTensor]] = {
+    "torch._utils._rebuild_tensor": describe_tensor,
+    "torch._utils._rebuild_tensor_v2": describe_tensor,
+    "torch._utils._rebuild_tensor_v3": describe_typed_tensor,
+    "torch._utils._rebuild_parameter": describe_parameter,
+    "torch._utils._rebuild_parameter_with_state": describe_parameter,
+    "torch._tensor._rebuild_from_type_v2": describe_from_type,
+}
 
 
 class TorchFile:
@@ -178,75 +375,78 @@ class TorchFile:
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
         self.size = stream.seek(0, os.SEEK_END)
-        stream.seek(0)
         # From the key of a storage to its place in the file, its size in bytes and its checksum.
         self.places: dict[str, tuple[int, int, int | None]] = {}
-        self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
+        self.storages: dict[str, torch.UntypedStorage] = {}
         self.damaged_records: set[str] = set()
-        start = stream.read(len(ZIP_START))
         stream.seek(0)
-        self.content = self._read_zip() if start == ZIP_START else self._read_legacy()
+        is_zip = stream.read(len(ZIP_START)) == ZIP_START
+        stream.seek(0)
+        self.content = self.read_zip() if is_zip else self.read_legacy()
 
     def tensor(self, record: TensorRecord) -> Tensor:
-        """The tensor that a record describes; those that share a storage in the file share it here."""
-        storage = record.storage
-        key = storage.key, storage.start, storage.nbytes
-        if key not in self._storages:
-            self._storages[key] = self._read_storage(storage)
+        """Read the tensor that a record describes; those that share a storage in the file share it here."""
+        if record.key not in self.storages:
+            self.storages[record.key] = self.read_storage(record.key)
         with torch.no_grad():
             empty = torch.empty(0, dtype=record.dtype, device="cpu")
-            return empty.set_(self._storages[key], record.offset, record.shape, record.stride)
+            return empty.set_(self.storages[record.key], record.offset, record.shape, record.stride)
 
-    def _read_storage(self, storage: StorageRecord) -> torch.UntypedStorage:
-        place, size, checksum = self.places[storage.key]
-        if storage.nbytes == 0:
+    def read_storage(self, key: str) -> torch.UntypedStorage:
+        """Read a whole storage."""
+        start, size, checksum = self.places[key]
+        if size == 0:
             return torch.UntypedStorage(0, device="cpu")
-        self.stream.seek(place + storage.start * (1 if storage.dtype is None else storage.dtype.itemsize))
-        numbers = bytearray(storage.nbytes)
-        if self.stream.readinto(numbers) != len(numbers):  # type: ignore[attr-defined]
+        self.stream.seek(start)
+        numbers = bytearray(size)
+        if self.stream.readinto(numbers) != size:  # type: ignore[attr-defined]
             raise Damaged("it ends within a tensor")
-        if checksum is not None and storage.nbytes == size and zlib.crc32(numbers) != checksum:
-            self.damaged_records.add(storage.key)
+        if checksum is not None and zlib.crc32(numbers) != checksum:
+            self.damaged_records.add(key)
         return torch.frombuffer(numbers, dtype=torch.uint8).untyped_storage()
 
-    # --------------------------------------------------------------------------------------------------- zip archives
-
-    def _read_zip(self) -> Any:
+    def read_zip(self) -> Any:
         """Read an archive: data.pkl, and a record for each storage."""
         try:
             with zipfile.ZipFile(self.stream) as archive:
                 entries = archive.infolist()
         except (OSError, ValueError, EOFError, struct.error, NotImplementedError, zipfile.BadZipFile) as error:
             raise Damaged(f"its directory cannot be read: {error}") from None
-        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        records = {entry.filename: entry for entry in entries}
+        if any(name.endswith("/constants.pkl") for name in records):
             raise Damaged("it is a TorchScript program, not weights")
-        records: dict[str, zipfile.ZipInfo] = {}
+        if len(records) < len(entries):
+            raise Damaged("it holds two records of one name")
         for entry in entries:
-            if entry.filename in records:
-                raise Damaged("it holds two records of one name")
             # Tensors are not compressed by torch.save; compressed, a small file could fill the memory.
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                 raise Damaged("it holds compressed records, which torch.save does not write")
             if entry.flag_bits & ENCRYPTED:
                 raise Damaged("it holds encrypted records, which torch.save does not write")
-            records[entry.filename] = entry
         if sum(entry.file_size for entry in entries) > self.size:
             raise Damaged("its records are larger than the file")
         mains = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(mains) != 1:
             raise Damaged("it has no record called data.pkl" if not mains else "it has two records called data.pkl")
         folder = mains[0].removesuffix("data.pkl")
-        order = f"{folder}byteorder"
-        if order in records and self._record(records[order]).strip() != sys.byteorder.encode():
+        order = records.get(f"{folder}byteorder")
+        if order is not None and self.read_record(order).strip() != sys.byteorder.encode():
             raise Damaged("it was written on a machine with another byte order")
         for name, entry in records.items():
             if name.startswith(f"{folder}data/"):
-                key = name.removeprefix(f"{folder}data/")
-                self.places[key] = (self._start_of(entry), entry.file_size, entry.CRC)
-        return self._run(io.BytesIO(self._record(records[mains[0]])), self._zip_storage)
+                place = self.start_of_record(entry), entry.file_size, entry.CRC
+                self.places[name.removeprefix(f"{folder}data/")] = place
 
-    def _start_of(self, entry: zipfile.ZipInfo) -> int:
-        """Where a record begins in the file."""
+        def find_storage(storage: StorageRecord) -> None:
+            if storage.key not in self.places:
+                raise Damaged("it lacks the record of a tensor")
+            if storage.nbytes != self.places[storage.key][1]:
+                raise Damaged("a tensor's record has another size than the tensor")
+
+        return unpickle(io.BytesIO(self.read_record(records[mains[0]])), find_storage)
+
+    def start_of_record(self, entry: zipfile.ZipInfo) -> int:
+        """Return where a record begins in the file."""
         self.stream.seek(entry.header_offset)
         header = self.stream.read(LOCAL_HEADER.size)
         if len(header) != LOCAL_HEADER.size or not header.startswith(ZIP_START):
@@ -257,59 +457,40 @@ class TorchFile:
             raise Damaged("it ends within a record")
         return start
 
-    def _record(self, entry: zipfile.ZipInfo) -> bytes:
-        self.stream.seek(self._start_of(entry))
+    def read_record(self, entry: zipfile.ZipInfo) -> bytes:
+        """Read a record."""
+        self.stream.seek(self.start_of_record(entry))
         return self.stream.read(entry.file_size)
 
-    def _zip_storage(self, storage: StorageRecord) -> StorageRecord:
-        """Refuse a storage that is not in the archive, or larger than its record."""
-        if storage.key not in self.places:
-            raise Damaged("it lacks the record of a tensor")
-        if storage.nbytes != self.places[storage.key][1]:
-            raise Damaged("a tensor's record has another size than the tensor")
-        return storage
-
-    # -------------------------------------------------------------------------------------------------- legacy files
-
-    def _read_legacy(self) -> Any:
+    def read_legacy(self) -> Any:
         """Read a file as torch before 1.6 wrote it: four pickles, the keys of storages, the storages."""
         stream = Bounded(self.stream, self.size)
-        if self._run(stream) != LEGACY_MARK or self._run(stream) != LEGACY_VERSION:
+        if unpickle(stream) != LEGACY_MAGIC or unpickle(stream) != LEGACY_VERSION:
             raise Damaged("it does not begin as files of torch.save do")
-        system = self._run(stream)
+        system = unpickle(stream)
         if not isinstance(system, dict) or system.get("little_endian") is not (sys.byteorder == "little"):
             raise Damaged("it was written on a machine with another byte order")
         known: dict[str, StorageRecord] = {}
 
-        def whole_storage(storage: StorageRecord) -> StorageRecord:
+        def find_storage(storage: StorageRecord) -> None:
             first = known.setdefault(storage.key, storage)
             if (first.dtype, first.numel) != (storage.dtype, storage.numel):
                 raise Damaged("two tensors disagree about their storage")
-            return storage
 
-        content = self._run(stream, whole_storage)
-        keys = self._run(stream)
+        content = unpickle(stream, find_storage)
+        keys = unpickle(stream)
         if not isinstance(keys, list) or set(map(type, keys)) - {str} or sorted(keys) != sorted(known):
             raise Damaged("its list of storages does not match its tensors")
-        place = self.stream.tell()
+        start = self.stream.tell()
         for key in keys:
-            self.stream.seek(place)
-            length = self.stream.read(8)
-            if length != struct.pack("<q", known[key].numel):
+            self.stream.seek(start)
+            if self.stream.read(8) != struct.pack("<q", known[key].numel):
                 raise Damaged("a tensor's storage has another size than the tensor")
-            self.places[key] = (place + 8, known[key].nbytes, None)
-            place += 8 + known[key].nbytes
-            if place > self.size:
+            self.places[key] = (start + 8, known[key].nbytes, None)
+            start += 8 + known[key].nbytes
+            if start > self.size:
                 raise Damaged("it ends within a tensor")
         return content
-
-    def _run(self, stream: Any, find_storage: Callable[[StorageRecord], StorageRecord] | None = None) -> Any:
-        """Run one pickle, up to its end."""
-        try:
-            return PickleMachine(find_storage).run(stream)
-        # Damaged programs fail in many ways; none of these comes from outside of the machine.
-        except (ValueError, TypeError, KeyError, IndexError, OverflowError, struct.error, EOFError) as error:
-            raise Damaged(f"{type(error).__name__}: {error}") from None
 
 
 class Bounded:
@@ -322,331 +503,8 @@ class Bounded:
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self.stream, self.size = stream, size
-        self.readline, self.tell = stream.readline, stream.tell
+        self.readline = stream.readline
 
     def read(self, count: int) -> bytes:
         """So many bytes, or all that are left."""
         return self.stream.read(min(count, self.size - self.stream.tell()))
-
-
-class PickleMachine:
-    """Runs the program of a pickle as far as plain values, containers and tensors go.
-
-    Args:
-        find_storage: Checks storages; None = there are none.
-    """
-
-    def __init__(self, find_storage: Callable[[StorageRecord], StorageRecord] | None) -> None:
-        self.find_storage = find_storage
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-        # Values that were copied from one container to another.
-        self.copied = 0
-
-    def run(self, stream: Any) -> Any:
-        """What the program leaves."""
-        for opcode, argument, _ in pickletools.genops(stream):
-            if opcode.name == "STOP":
-                break
-            self.step(opcode.name, argument)
-        if len(self.stack) != 1 or self.marks:
-            raise Damaged("its pickle does not end with one object")
-        return self.stack[0]
-
-    def step(self, name: str, argument: Any) -> None:
-        """One instruction."""
-        stack = self.stack
-        match name:
-            case "PROTO" | "FRAME":
-                pass
-            case "MARK":
-                self.marks.append(len(stack))
-            case "POP":
-                self.pop()
-            case "POP_MARK":
-                self.pop_to_mark()
-            case "DUP":
-                stack.append(self.top())
-            case "NONE":
-                stack.append(None)
-            case "NEWTRUE":
-                stack.append(True)
-            case "NEWFALSE":
-                stack.append(False)
-            case (
-                "INT" | "BININT" | "BININT1" | "BININT2" | "LONG" | "LONG1" | "LONG4" | "FLOAT" | "BINFLOAT"
-                | "STRING" | "BINSTRING" | "SHORT_BINSTRING" | "UNICODE" | "BINUNICODE" | "SHORT_BINUNICODE"
-                | "BINUNICODE8" | "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8" | "BYTEARRAY8"
-            ):  # fmt: skip
-                stack.append(argument)
-            case "EMPTY_TUPLE":
-                stack.append(())
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                count = int(name[-1])
-                stack.append(tuple(reversed([self.pop() for _ in range(count)])))
-            case "TUPLE":
-                stack.append(tuple(self.pop_to_mark()))
-            case "EMPTY_LIST":
-                stack.append([])
-            case "LIST":
-                stack.append(self.pop_to_mark())
-            case "APPEND":
-                self.extend([self.pop()])
-            case "APPENDS":
-                self.extend(self.pop_to_mark())
-            case "EMPTY_DICT":
-                stack.append({})
-            case "DICT":
-                stack.append(as_dict(self.pop_to_mark()))
-            case "SETITEM":
-                value, key = self.pop(), self.pop()
-                self.update([key, value])
-            case "SETITEMS":
-                self.update(self.pop_to_mark())
-            case "EMPTY_SET":
-                stack.append(set())
-            case "ADDITEMS":
-                items = self.pop_to_mark()
-                kind(self.top(), set).update(map(checked_key, items))
-            case "FROZENSET":
-                stack.append(frozenset(map(checked_key, self.pop_to_mark())))
-            case "PUT" | "BINPUT" | "LONG_BINPUT":
-                self.memo[argument] = self.top()
-            case "MEMOIZE":
-                self.memo[len(self.memo)] = self.top()
-            case "GET" | "BINGET" | "LONG_BINGET":
-                stack.append(self.memo[argument])
-            case "GLOBAL":
-                stack.append(find_name(argument.replace(" ", ".", 1)))
-            case "STACK_GLOBAL":
-                last, module = kind(self.pop(), str), kind(self.pop(), str)
-                stack.append(find_name(f"{module}.{last}"))
-            case "REDUCE" | "NEWOBJ":
-                arguments = kind(self.pop(), tuple)
-                stack.append(self.call(self.pop(), arguments))
-            case "BUILD":
-                # Attributes of containers and tensors, such as the versions of modules in a state dict.
-                self.pop()
-                kind(self.top(), dict | TensorRecord | UnusualTensor)
-            case "BINPERSID":
-                stack.append(self.storage(self.pop()))
-            case _:
-                raise Damaged(f"its pickle holds the instruction {name}")
-
-    def pop(self) -> Any:
-        """Take the topmost value, of those above the last mark."""
-        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise Damaged("its pickle takes more values than it makes")
-        return self.stack.pop()
-
-    def top(self) -> Any:
-        """The topmost value, of those above the last mark."""
-        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise Damaged("its pickle takes more values than it makes")
-        return self.stack[-1]
-
-    def pop_to_mark(self) -> list[Any]:
-        """Take the values above the last mark, and the mark."""
-        if not self.marks:
-            raise Damaged("its pickle takes more values than it makes")
-        place = self.marks.pop()
-        items = self.stack[place:]
-        del self.stack[place:]
-        return items
-
-    def extend(self, items: list[Any]) -> None:
-        """Add items to the list on top."""
-        kind(self.top(), list).extend(items)
-
-    def update(self, items: list[Any]) -> None:
-        """Add keys and values in turn to the dictionary on top."""
-        kind(self.top(), dict).update(as_dict(items))
-
-    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """What one of the known names makes of arguments."""
-        if isinstance(function, Marker):
-            return Marker(function.name)
-        if not isinstance(function, Known):
-            raise Damaged("its pickle calls what is no function")
-        # A short program could copy a long list again and again.
-        self.copied += sum(len(argument) for argument in arguments if isinstance(argument, list | tuple | dict | set))
-        if self.copied > MOST_COPIED:
-            raise Damaged("its pickle copies its values too often")
-        return function.make(*arguments)
-
-    def storage(self, description: Any) -> StorageRecord:
-        """The storage that is meant by ("storage", type, key, location, length[, part])."""
-        if self.find_storage is None or not isinstance(description, tuple) or not 5 <= len(description) <= 6:
-            raise Damaged("its pickle refers to something that is not in it")
-        word, storage_type, key, _, numel = description[:5]
-        part = description[5] if len(description) == 6 else None
-        if word != "storage" or not isinstance(storage_type, StorageType) or not is_count(numel):
-            raise Damaged("its pickle refers to something that is not in it")
-        whole = self.find_storage(StorageRecord(str(kind(key, str | int)), storage_type.dtype, numel))
-        if part is None:
-            return whole
-        _, start, length = kind(part, tuple)
-        if not is_count(start) or not is_count(length) or start + length > numel:
-            raise Damaged("a part of a storage lies outside of it")
-        return StorageRecord(whole.key, whole.dtype, length, start)
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """A name that a file may call.
-
-    Attributes:
-        make: What is called in its place.
-    """
-
-    make: Callable[..., Any]
-
-
-@dataclass(frozen=True, eq=False)
-class StorageType:
-    """A class of storages, by the dtype of its numbers; None = bytes."""
-
-    dtype: torch.dtype | None
-
-
-def find_name(name: str) -> Any:
-    """What stands in for a name here.
-
-    Raises:
-        ForbiddenName: Nothing does.
-    """
-    # Python 2 called it so, and protocol 2 still does.
-    name = name.replace("__builtin__.", "builtins.", 1) if name.startswith("__builtin__.") else name
-    if name in KNOWN:
-        return Known(KNOWN[name])
-    if name in UNUSUAL_TENSORS:
-        word = UNUSUAL_TENSORS[name]
-        return Known(lambda *arguments: UnusualTensor(word))
-    if name in MARKERS:
-        return Marker(name)
-    module, _, last = name.rpartition(".")
-    if module in ("torch", "torch.cuda", "torch.storage") and last in STORAGE_DTYPES:
-        return StorageType(STORAGE_DTYPES[last])
-    if module == "torch" and last in DTYPES:
-        return DTYPES[last]
-    raise ForbiddenName(name)
-
-
-def kind(value: Any, expected: Any) -> Any:
-    """A value, if it is of the expected kind."""
-    if not isinstance(value, expected):
-        raise Damaged("its pickle mixes up its values")
-    return value
-
-
-def is_count(value: Any) -> bool:
-    """Whether this is a number of things."""
-    return type(value) is int and 0 <= value <= LARGEST
-
-
-def checked_key(key: Any) -> Any:
-    """A key of a dictionary: a plain value, or a flat tuple, for hashing nested ones can take for ever."""
-    if isinstance(key, tuple):
-        for part in key:
-            kind(part, str | bytes | int | float | None)
-    else:
-        kind(key, str | bytes | int | float | None | torch.dtype)
-    return key
-
-
-def as_dict(items: list[Any]) -> dict[Any, Any]:
-    """Keys and values in turn as a dictionary."""
-    if len(items) % 2:
-        raise Damaged("its pickle has a key without a value")
-    return {checked_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
-
-
-def make_dict(*arguments: Any) -> dict[Any, Any]:
-    """A dictionary out of pairs, or of another one."""
-    content = arguments[-1] if arguments else ()
-    pairs = content.items() if isinstance(content, dict) else kind(content, list | tuple)
-    made: dict[Any, Any] = OrderedDict()
-    for pair in pairs:
-        key, value = kind(pair, list | tuple)
-        made[checked_key(key)] = value
-    return made
-
-
-def make_set(items: Any = ()) -> set[Any]:
-    """A set out of a list."""
-    return set(map(checked_key, kind(items, list | tuple | set)))
-
-
-def make_bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Bytes, which protocol 2 writes as text."""
-    if encoding not in ("latin1", "latin-1"):
-        raise Damaged("its pickle holds bytes in an unknown form")
-    return bytes(kind(text, str), "latin1")
-
-
-def make_complex(real: Any, imaginary: Any) -> complex:
-    """A complex number."""
-    return complex(kind(real, float), kind(imaginary, float))
-
-
-def make_tensor(
-    storage: Any, offset: Any, shape: Any, stride: Any, *more: Any, dtype: torch.dtype | None = None
-) -> Any:
-    """A tensor by its place in a storage; what follows the strides says nothing of its values."""
-    storage = kind(storage, StorageRecord)
-    shape, stride = tuple(kind(shape, tuple | list)), tuple(kind(stride, tuple | list))
-    dtype = dtype or storage.dtype
-    if dtype is None or not all(map(is_count, (offset, *shape, *stride))):
-        raise Damaged("a tensor has a shape that is no shape")
-    if len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS or math.prod(shape) > LARGEST:
-        raise Damaged("a tensor has a shape that is no shape")
-    if more[2:] and more[2]:
-        return UnusualTensor("lazily conjugated or negated")
-    if 0 not in shape:
-        last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-        if (last + 1) * dtype.itemsize > storage.nbytes:
-            raise Damaged("a tensor is larger than its storage")
-    elif offset * dtype.itemsize > storage.nbytes:
-        raise Damaged("a tensor is larger than its storage")
-    return TensorRecord(storage, dtype, offset, shape, stride)
-
-
-def make_typed_tensor(
-    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> Any:
-    """A tensor whose dtype is said apart from its storage."""
-    dtype = kind(dtype, torch.dtype)
-    return make_tensor(storage, offset, shape, stride, requires_grad, hooks, metadata, dtype=dtype)
-
-
-def take_tensor(tensor: Any, *more: Any) -> Any:
-    """The tensor of a parameter."""
-    return kind(tensor, TensorRecord | UnusualTensor)
-
-
-def make_from_type(function: Any, tensor_type: Any, arguments: Any, state: Any = None) -> Any:
-    """A tensor with attributes of its own, which are left out."""
-    made = kind(function, Known).make(*kind(arguments, tuple))
-    kind(tensor_type, Marker)
-    return kind(made, TensorRecord | UnusualTensor)
-
-
-KNOWN: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": make_dict,
-    "collections.Counter": make_dict,
-    "builtins.dict": make_dict,
-    CONFIG_CLASS: make_dict,
-    "builtins.set": make_set,
-    "builtins.frozenset": lambda items=(): frozenset(make_set(items)),
-    "builtins.bytearray": make_bytes,
-    "builtins.complex": make_complex,
-    "_codecs.encode": make_bytes,
-    "torch.Size": lambda sizes=(): tuple(kind(sizes, list | tuple)),
-    "torch._utils._rebuild_tensor": make_tensor,
-    "torch._utils._rebuild_tensor_v2": make_tensor,
-    "torch._utils._rebuild_tensor_v3": make_typed_tensor,
-    "torch._utils._rebuild_parameter": take_tensor,
-    "torch._utils._rebuild_parameter_with_state": take_tensor,
-    "torch._tensor._rebuild_from_type_v2": make_from_type,
-}
