@@ -68,17 +68,17 @@ def head_groups_of(layout: object, size: tuple[int, int]) -> list[Windows]:
     if isinstance(layout, SquareWindows):
         window, shift = layout.window_size, layout.window_size // 2 if layout.shift > 0 else 0
         up, left = shift if window < height else 0, shift if window < width else 0
-        return [Windows(height, width, min(window, height), min(window, width), up, left, 0, 1)]
+        return [Windows(height, width, min(window, height), min(window, width), shift_up=up, shift_left=left)]
     if isinstance(layout, CrossStripes):
         stripe = layout.stripe_width
         if stripe >= max(size):
             # Lengths over the channels of all heads are those of both halves then.
-            return [Windows(height, width, height, width, 0, 0, 0, 1)]
+            return [Windows(height, width, height, width)]
         return [
-            Windows(height, width, height, min(stripe, width), 0, 0, 0, 2),
-            Windows(height, width, min(stripe, height), width, 0, 0, 1, 2),
+            Windows(height, width, height, min(stripe, width), head_group=0, num_head_groups=2),
+            Windows(height, width, min(stripe, height), width, head_group=1, num_head_groups=2),
         ]
-    return [Windows(height, width, height, width, 0, 0, 0, 1)]
+    return [Windows(height, width, height, width)]
 
 
 def window_map(values: Tensor, slots: list[Slot], windows: Windows) -> Tensor:

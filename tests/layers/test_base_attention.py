@@ -25,7 +25,7 @@ from inlinevit.layers import (
     WholeMap,
 )
 from inlinevit.layers.layouts import window_means, window_reverse
-from inlinevit.ops.weights import EXPLICIT_FORMS
+from inlinevit.ops.weights import WEIGHT_FUNCTIONS
 
 DIM, HEADS = 8, 4
 # The attentions and options of the comparisons; "relative" is for windows alone.
@@ -295,7 +295,7 @@ def test_the_attentions_are_there():
 
 def test_every_attention_has_an_explicit_form():
     """Enhanced attention is linear attention with another MLP."""
-    assert set(EXPLICIT_FORMS) == set(ATTENTIONS) - {"enhanced"}
+    assert set(WEIGHT_FUNCTIONS) == set(ATTENTIONS) - {"enhanced"}
     for kind in ATTENTIONS.values():
         assert issubclass(kind, BaseAttention)
         assert kind.attention_weights is not BaseAttention.attention_weights

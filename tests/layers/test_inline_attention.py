@@ -7,7 +7,7 @@ import torch
 
 from inlinevit import ops
 from inlinevit.layers import Block, CrossStripes, InLineAttention, LinearAttention, SquareWindows
-from inlinevit.ops.paths import PATHS, Case
+from inlinevit.ops.inline import PATHS, Case
 
 
 def test_shifted_windows_see_across_the_seam():

@@ -89,7 +89,7 @@ def test_covering_windows_do_not_touch_the_tokens():
     x = torch.rand(2, 12 + 1, 5)  # a prefix token too
     for layout in (WholeMap(), SquareWindows(4, shifted=True), CrossStripes(4)):
         (windows,) = layout((3, 4))
-        assert windows == Windows(3, 4, 3, 4, 0, 0, 0, 1)
+        assert windows == Windows(3, 4, 3, 4)
         assert torch.equal(window_partition(x, windows), x)
         assert torch.equal(window_reverse(x, windows), x)
 
@@ -97,8 +97,8 @@ def test_covering_windows_do_not_touch_the_tokens():
 def test_cross_stripes_halves():
     """Upright stripes for the first half of the heads, lying ones for the second."""
     upright, lying = CrossStripes(2)((6, 7))
-    assert upright == Windows(6, 7, 6, 2, 0, 0, 0, 2)
-    assert lying == Windows(6, 7, 2, 7, 0, 0, 1, 2)
+    assert upright == Windows(6, 7, 6, 2, head_group=0, num_head_groups=2)
+    assert lying == Windows(6, 7, 2, 7, head_group=1, num_head_groups=2)
     assert padded_size(upright) == (6, 8)
     assert padded_size(lying) == (6, 7)
     parameter = torch.arange(12).view(6, 2)

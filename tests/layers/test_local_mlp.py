@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inlinevit.layers.local_mlp import LocalMlp
+from inlinevit.layers.block import LocalMlp
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])

@@ -5,17 +5,17 @@ import torch
 
 from inlinevit import ops
 from inlinevit.ops._common import unit_length
-from inlinevit.ops.weights import EXPLICIT_FORMS
+from inlinevit.ops.weights import WEIGHT_FUNCTIONS
 
 MAPPED = ("linear", "inline")
 # Image 0 has four real tokens, image 1 two, scattered.
 MASK = torch.tensor([[True, False, True, True, True, False], [False, True, False, False, False, True]])
 
-every_kind = pytest.mark.parametrize("kind", EXPLICIT_FORMS)
+every_kind = pytest.mark.parametrize("kind", WEIGHT_FUNCTIONS)
 # All but softmax, which multiplies padding by zero.
 CASES = [
     (kind, phi)
-    for kind in EXPLICIT_FORMS
+    for kind in WEIGHT_FUNCTIONS
     for phi in (ops.FEATURE_MAPS if kind in MAPPED else (None,))
     if kind != "softmax"
 ]
@@ -130,8 +130,8 @@ Q = torch.zeros(2, 1, 3, 4)
 BAD = [
     ((Q[0], Q, Q, None), "four dimensions"),
     ((Q, Q[0], Q, None), "four dimensions"),
-    ((Q, Q, Q[0], None), r"four dimensions: \(batch, heads, tokens, width\)"),
-    ((Q, Q[..., :3], Q, None), "the same width, but have 4 and 3"),
+    ((Q, Q, Q[0], None), r"four dimensions: \(batch, heads, tokens, head_dim\)"),
+    ((Q, Q[..., :3], Q, None), "the same head_dim, but have 4 and 3"),
     ((Q, Q, Q[:, :, :2], None), "the same number of tokens, but have 3 and 2"),
     ((Q, Q, Q, torch.ones(2, 3)), "must be boolean.*float32"),
     ((Q, Q, Q, torch.ones(2, 2, dtype=torch.bool)), r"\(batch, 3 tokens\)"),
@@ -162,7 +162,7 @@ def test_wrong_shapes_are_refused_by_the_explicit_forms(kind):
     needed = NEEDED.get(kind, {})
     with pytest.raises(ValueError, match="four dimensions"):
         ops.attention_weights(Q[0], Q, kind=kind, **needed)
-    with pytest.raises(ValueError, match="the same width"):
+    with pytest.raises(ValueError, match="the same head_dim"):
         ops.attention_weights(Q, Q[..., :3], kind=kind, **needed)
     with pytest.raises(ValueError, match="boolean"):
         ops.attention_weights(Q, Q, kind=kind, mask=torch.ones(2, 3), **needed)

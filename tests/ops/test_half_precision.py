@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inlinevit.ops.weights import EXPLICIT_FORMS
+from inlinevit.ops.weights import WEIGHT_FUNCTIONS
 
 BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 # Some of angular's queries meet a large mean key at a right angle. What is left is small, and gets unit length.
@@ -16,7 +16,7 @@ FLOAT32_BOUNDS = {"angular": 5e-5}
 SPREAD = torch.arange(32, 96).view(2, 32) / 32
 
 # Softmax attention is torch's own; see test_softmax.py.
-kinds = pytest.mark.parametrize("kind", [kind for kind in EXPLICIT_FORMS if kind != "softmax"])
+kinds = pytest.mark.parametrize("kind", [kind for kind in WEIGHT_FUNCTIONS if kind != "softmax"])
 halves = pytest.mark.parametrize("dtype", BOUNDS)
 ratios = pytest.mark.parametrize("ratio", [0, 1, 10, 100])
 lengths = pytest.mark.parametrize("tokens", [197, 4097])

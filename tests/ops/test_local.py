@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inlinevit import ops
-from inlinevit.ops.local import FORMS, choose_form
+from inlinevit.ops.local import CONVOLUTIONS, choose_convolution
 
 SIZES = [(1, 1), (1, 5), (5, 1), (2, 3), (7, 7), (4, 9)]
 
@@ -44,16 +44,16 @@ def test_gradcheck():
 @pytest.mark.parametrize("channel", [0, 4])
 def test_taps_go_row_by_row_and_correlate(channel, tap):
     """With one tap set, each token gets the neighbour at that row and column of the kernel, not its mirror image."""
-    height, breadth = 3, 4
-    v, _ = draw((height, breadth), batch=1)
+    height, width = 3, 4
+    v, _ = draw((height, width), batch=1)
     kernels = torch.zeros(1, 54, dtype=torch.float64)
     kernels[0, 9 * channel + tap] = 1
-    out = ops.local_residual(v, kernels, (height, breadth))
-    out, v = (x.transpose(1, 2).reshape(height, breadth, 6) for x in (out, v))
+    out = ops.local_residual(v, kernels, (height, width))
+    out, v = (x.transpose(1, 2).reshape(height, width, 6) for x in (out, v))
     for row in range(height):
-        for column in range(breadth):
+        for column in range(width):
             y, x = row + tap // 3 - 1, column + tap % 3 - 1
-            inside = 0 <= y < height and 0 <= x < breadth
+            inside = 0 <= y < height and 0 <= x < width
             assert out[row, column, channel] == (v[y, x, channel] if inside else 0)
     assert torch.all(out[..., [c for c in range(6) if c != channel]] == 0)
 
@@ -84,19 +84,19 @@ def test_tokens_that_make_no_map_are_refused():
         ops.local_residual(v, kernels, (2, 4))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("convolution", CONVOLUTIONS)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_every_form_is_the_same(form, with_bias, size, batch):
+def test_every_convolution_is_the_same(convolution, with_bias, size, batch):
     v, kernels = draw(size, batch)
     bias = torch.randn(6, dtype=torch.float64, requires_grad=True) if with_bias else None
     maps = v.transpose(1, 2).reshape(batch, *size, 6)
-    out = FORMS[form](maps, kernels.view(batch, 6, 9), bias)
+    out = CONVOLUTIONS[convolution](maps, kernels.view(batch, 6, 9), bias)
     expected = grouped_convolution(v, kernels, size).transpose(1, 2).reshape(batch, *size, 6)
     expected = expected if bias is None else expected + bias
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    if form == "in place":
+    if convolution == "in place":
         return
     leaves = [leaf for leaf in (v, kernels, bias) if leaf is not None]
     cotangent = torch.randn_like(out)
@@ -105,7 +105,7 @@ def test_every_form_is_the_same(form, with_bias, size, batch):
 
 
 @pytest.mark.parametrize(
-    ("batch", "side", "gradients", "form"),
+    ("batch", "side", "gradients", "convolution"),
     [
         (1, 7, False, "one by one"),
         (1, 7, True, "one by one"),
@@ -115,12 +115,12 @@ def test_every_form_is_the_same(form, with_bias, size, batch):
         (0, 7, True, "padded"),
     ],
 )
-def test_the_form_that_is_chosen_on_a_cpu(batch, side, gradients, form):
+def test_the_convolution_that_is_chosen_on_a_cpu(batch, side, gradients, convolution):
     maps, kernels = torch.zeros(batch, side, side, 4), torch.zeros(batch, 4, 9, requires_grad=gradients)
-    assert choose_form(maps, kernels) == form
+    assert choose_convolution(maps, kernels) == convolution
     with torch.no_grad():
-        assert choose_form(maps.double(), kernels.double()) == "padded"
-        assert choose_form(maps.to("meta"), kernels.to("meta")) == "padded"
+        assert choose_convolution(maps.double(), kernels.double()) == "padded"
+        assert choose_convolution(maps.to("meta"), kernels.to("meta")) == "padded"
 
 
 @pytest.mark.parametrize("batch", [1, 3])

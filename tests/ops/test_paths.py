@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from inlinevit import ops
-from inlinevit.ops.paths import PATHS, Case, choose_path
+from inlinevit.ops.inline import PATHS, Case, choose_path
 
 OF_THE_OP = ("explicit", "covariance")
 CASE = Case(
     tokens=4096,
     channels=192,
-    width=32,
+    head_dim=32,
     feature_map="identity",
     masked=False,
-    projected=False,
+    foldable=True,
     dtype=torch.float32,
     device="cpu",
 )
@@ -56,10 +56,10 @@ def test_half_precision_rounds_the_result_alone(path, dtype):
         ({"dtype": torch.bfloat16}, "covariance"),
         ({"feature_map": "relu"}, "covariance"),
         ({"masked": True}, "covariance"),
-        ({"projected": True}, "covariance"),
+        ({"foldable": False}, "covariance"),
         ({"device": "meta"}, "covariance"),
         ({"tokens": 31}, "explicit"),
-        ({"tokens": 31, "projected": True}, "explicit"),
+        ({"tokens": 31, "foldable": False}, "explicit"),
         ({"tokens": 31, "masked": True}, "covariance"),
         ({"tokens": 32}, "covariance"),
     ],

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inlinevit import ops
-from inlinevit.ops.weights import EXPLICIT_FORMS
+from inlinevit.ops.weights import WEIGHT_FUNCTIONS
 from tests import GOLDEN
 
 MAPPED = ("linear", "inline")
-CASES = [(kind, phi) for kind in EXPLICIT_FORMS for phi in (ops.FEATURE_MAPS if kind in MAPPED else (None,))]
+CASES = [(kind, phi) for kind in WEIGHT_FUNCTIONS for phi in (ops.FEATURE_MAPS if kind in MAPPED else (None,))]
 # Queries of angular attention are those of the first tokens.
 SIZES = [(1, 1), (2, 2), (7, 7), (49, 49), (197, 197), (1, 9), (5, 8)]
 MORE_QUERIES = [(kind, phi) for kind, phi in CASES if kind != "angular"]

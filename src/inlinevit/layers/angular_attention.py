@@ -37,7 +37,7 @@ class AngularAttention(BaseAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """See BaseAttention.attend. Prefix tokens are part of the sequence, before the map."""
         out = ops.angular_attention(q, k, v, mask=padding_mask(k, windows))
-        # (batch · windows, heads, tokens, width) as one map per head, convolved along the tokens
+        # (batch · windows, heads, tokens, head_dim) as one map per head, convolved along the tokens
         weight = take_head_group(self.token_conv.weight, windows)
         added = F.conv2d(v, weight, None, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
         return out + added[:, :, : q.shape[2]]

@@ -25,8 +25,8 @@ class HeadGroup(NamedTuple):
     """The input of attention for one group of heads.
 
     Attributes:
-        q: Queries (batch · windows, heads, queries, width).
-        k: Keys (batch · windows, heads, tokens, width).
+        q: Queries (batch · windows, heads, queries, head_dim).
+        k: Keys (batch · windows, heads, tokens, head_dim).
         v: Values, as k. Padding is zero.
         windows: How the map is split into windows.
     """
@@ -57,6 +57,10 @@ class BaseAttention(nn.Module):
     attn_kwargs_names: ClassVar[tuple[str, ...]] = ()
     # Whether the MLPs of its blocks have a convolution.
     wants_local_mlp: ClassVar[bool] = False
+    # Whether it has learned positions, and the constructor takes `grid`, (H, W) of the map.
+    learns_grid: ClassVar[bool] = False
+    # Names of parameters with several dimensions that have no weight decay.
+    no_weight_decay_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -132,8 +136,8 @@ class BaseAttention(nn.Module):
         """Compute the attention of one head group, within each window.
 
         Args:
-            q: Queries (batch · windows, heads, queries, width), of all tokens or of the prefix tokens.
-            k: Keys (batch · windows, heads, prefix + tokens of a window, width).
+            q: Queries (batch · windows, heads, queries, head_dim), of all tokens or of the prefix tokens.
+            k: Keys (batch · windows, heads, prefix + tokens of a window, head_dim).
             v: Values, as k. Padding is zero.
             windows: How the map was split.
 
@@ -213,7 +217,7 @@ def add_convolution(
 
     Args:
         out: The result of attention, (batch · windows, prefix + tokens, channels), which may be overwritten.
-        v: Values (batch · windows, heads, prefix + tokens, width).
+        v: Values (batch · windows, heads, prefix + tokens, head_dim).
         dynamic: 3×3 kernels for each window, (batch · windows, channels, 9), if there are any.
         static: Weight (channels, 1, side, side) and bias (channels,) for all windows, if there are any.
         windows: How the map was split.

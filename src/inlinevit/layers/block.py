@@ -1,11 +1,11 @@
 """The transformer block of all four families."""
 
 import torch
-from timm.layers import DropPath, Mlp
+import torch.nn.functional as F
+from timm.layers import DropPath, Mlp, register_notrace_module
 from torch import Tensor, nn
 
 from ._chunks import add_chunked, is_chunked
-from .local_mlp import LocalMlp
 
 
 class Block(nn.Module):
@@ -76,3 +76,39 @@ class Block(nn.Module):
         if self.mlp_is_local:
             return add_chunked(x, self.mlp_branch, feat_size, elements)
         return add_chunked(x.flatten(0, 1), self.mlp_branch, feat_size, elements).view_as(x)
+
+
+@register_notrace_module
+class LocalMlp(nn.Module):
+    """linear → depthwise 3×3 convolution over the map → GELU → linear. Prefix tokens skip the convolution.
+
+    Args:
+        dim: Channels.
+        hidden_dim: Width of the hidden layer.
+        drop: Dropout after GELU and at the end.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim, device=device, dtype=dtype)
+        self.conv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim, device=device, dtype=dtype)
+        self.drop = nn.Dropout(drop)
+        self.fc2 = nn.Linear(hidden_dim, dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Map tokens (batch, prefix + H·W, dim) to the same shape; feat_size is (H, W), or (0, 0) without a map."""
+        x = self.fc1(x)
+        prefix = x.shape[1] - feat_size[0] * feat_size[1]
+        if prefix < x.shape[1]:
+            maps = x[:, prefix:].unflatten(1, (feat_size[0], feat_size[1])).permute(0, 3, 1, 2)
+            convolved = self.conv(maps).permute(0, 2, 3, 1).flatten(1, 2)
+            x = convolved if prefix == 0 else torch.cat([x[:, :prefix], convolved], dim=1)
+        return self.drop(self.fc2(self.drop(F.gelu(x))))

@@ -17,6 +17,8 @@ class FeatureMap(nn.Module):
         head_dim: Width of a head.
     """
 
+    no_weight_decay_names = ("bias",)
+
     def __init__(
         self,
         name: str,

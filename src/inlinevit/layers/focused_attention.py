@@ -24,6 +24,9 @@ class FocusedAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    learns_grid = True
+    no_weight_decay_names = ("pos_embed", "spread")
+
     def __init__(self, dim: int, num_heads: int, *, grid: tuple[int, int] = (14, 14), **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         factory: dict[str, Any] = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}
@@ -52,16 +55,16 @@ class FocusedAttention(BaseAttention):
         return ops.focused_weights(q, k, spread=self.positive_spread(windows), mask=mask, attn_mask=attn_mask)
 
     def add_pos_embed(self, k: Tensor, windows: Windows) -> Tensor:
-        """Add the positions of a window to keys (batch · windows, heads, tokens, width)."""
+        """Add the positions of a window to keys (batch · windows, heads, tokens, head_dim)."""
         table = self.resample_pos_embed(self.pos_embed, (windows.height, windows.width))
-        # (1, tokens, all channels) -> (1, heads of the group, tokens, width)
+        # (1, tokens, all channels) -> (1, heads of the group, tokens, head_dim)
         table = table.view(1, table.shape[1], self.num_heads, self.head_dim).permute(2, 0, 1, 3)
         # Prefix tokens beyond num_prefix_tokens have no positions.
         table = F.pad(table, (0, 0, k.shape[2] - table.shape[2], 0))
         return k + take_head_group(table, windows).transpose(0, 1)
 
     def positive_spread(self, windows: Windows) -> Tensor:
-        """Return the divisors of the channels of the head group, (heads, width)."""
+        """Return the divisors of the channels of the head group, (heads, head_dim)."""
         return F.softplus(take_head_group(self.spread, windows))
 
     def static_kernels(self, windows: Windows) -> tuple[Tensor, Tensor] | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._common import autocast_off
-from ..ops.paths import PATHS, Case, choose_path
+from ..ops.inline import PATHS, Case, choose_path
 from ._chunks import has_hooks
 from .base_attention import BaseAttention, add_convolution, join_head_groups
 from .feature_map import FeatureMap
@@ -84,11 +84,11 @@ class InLineAttention(BaseAttention):
         case = Case(
             tokens=prefix + windows.height * windows.width,
             channels=self.dim,
-            width=self.head_dim,
+            head_dim=self.head_dim,
             feature_map=self.feature_map.name,
             masked=padded_size(windows) != (windows.map_height, windows.map_width),
             # Only a plain linear layer can be folded, not one that was replaced or that has hooks.
-            projected=type(self.qkv) is not nn.Linear or has_hooks(self.qkv) or not whole_map,
+            foldable=type(self.qkv) is nn.Linear and not has_hooks(self.qkv) and whole_map,
             dtype=torch.get_autocast_dtype(device) if autocast else x.dtype,
             device=device,
         )
@@ -122,15 +122,16 @@ class InLineAttention(BaseAttention):
         """
         (windows,) = self.layout(feat_size)
         batch, tokens, dim = x.shape
-        heads, width = self.num_heads, self.head_dim
-        weight_q, weight_k, weight_v = self.qkv.weight.view(3, heads, width, dim).unbind(0)
-        bias_q, _, bias_v = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.view(3, heads, width).unbind(0)
+        heads, head_dim = self.num_heads, self.head_dim
+        weight_q, weight_k, weight_v = self.qkv.weight.view(3, heads, head_dim, dim).unbind(0)
+        bias = self.qkv.bias
+        bias_q, _, bias_v = (None,) * 3 if bias is None else bias.view(3, heads, head_dim).unbind(0)
         with autocast_off(x):
             mean = x.mean(dim=1)
             centred = x - mean.unsqueeze(1)
             among_tokens = (centred.transpose(1, 2) @ centred).unsqueeze(1)
-            covariance = (weight_k @ among_tokens @ weight_v.transpose(1, 2)) * (width**-0.5 / tokens)
-            # (batch, heads, dim, width) -> (batch, dim, heads · width)
+            covariance = (weight_k @ among_tokens @ weight_v.transpose(1, 2)) * (head_dim**-0.5 / tokens)
+            # (batch, heads, dim, head_dim) -> (batch, dim, heads · head_dim)
             fold = (weight_q.transpose(1, 2) @ covariance).transpose(1, 2).flatten(2)
             weight_v, bias_v = weight_v.flatten(0, 1), None if bias_v is None else bias_v.flatten()
             constant = F.linear(mean, weight_v, bias_v).unsqueeze(1)
@@ -174,7 +175,7 @@ class LocalResidual(nn.Module):
         The channels are those of the head group of the windows.
         """
         heads = self.num_heads // windows.num_head_groups
-        # Head by head: (heads, batch · windows, width).
+        # Head by head: (heads, batch · windows, head_dim).
         x = mean.unflatten(1, (heads, -1)).transpose(0, 1)
         x = F.gelu(linear_by_head(x, self.fc1, windows))
         x = linear_by_head(x, self.fc2, windows)
@@ -182,10 +183,10 @@ class LocalResidual(nn.Module):
 
 
 def linear_by_head(x: Tensor, layer: nn.Conv1d, windows: Windows) -> Tensor:
-    """Apply one linear layer per head, from (heads, batch, width) to (heads, batch, output width).
+    """Apply one linear layer per head, from (heads, batch, head_dim) to (heads, batch, outputs).
 
     The weights are those of a 1×1 convolution with one group per head, which is slow over a single token.
     """
-    heads, _, width = x.shape
+    heads, _, head_dim = x.shape
     weight, bias = take_head_group(layer.weight, windows), take_head_group(layer.bias, windows)
-    return torch.baddbmm(bias.view(heads, 1, -1), x, weight.view(heads, -1, width).transpose(1, 2))
+    return torch.baddbmm(bias.view(heads, 1, -1), x, weight.view(heads, -1, head_dim).transpose(1, 2))

@@ -25,10 +25,10 @@ class Windows(NamedTuple):
     height: int
     width: int
     # How far the map is rolled before it is partitioned.
-    shift_up: int
-    shift_left: int
-    head_group: int
-    num_head_groups: int
+    shift_up: int = 0
+    shift_left: int = 0
+    head_group: int = 0
+    num_head_groups: int = 1
 
 
 class WholeMap(nn.Module):
@@ -39,7 +39,7 @@ class WholeMap(nn.Module):
 
     def forward(self, feat_size: tuple[int, int]) -> list[Windows]:
         """Return the windows of each head group, for a map of size (H, W)."""
-        return [Windows(feat_size[0], feat_size[1], feat_size[0], feat_size[1], 0, 0, 0, 1)]
+        return [Windows(*feat_size, *feat_size)]
 
 
 class SquareWindows(nn.Module):
@@ -59,7 +59,7 @@ class SquareWindows(nn.Module):
         height, width = min(self.window_size, feat_size[0]), min(self.window_size, feat_size[1])
         shift_up = self.shift if height < feat_size[0] else 0
         shift_left = self.shift if width < feat_size[1] else 0
-        return [Windows(feat_size[0], feat_size[1], height, width, shift_up, shift_left, 0, 1)]
+        return [Windows(*feat_size, height, width, shift_up=shift_up, shift_left=shift_left)]
 
 
 class CrossStripes(nn.Module):
@@ -75,13 +75,13 @@ class CrossStripes(nn.Module):
 
     def forward(self, feat_size: tuple[int, int]) -> list[Windows]:
         """Return the windows of each head group, for a map of size (H, W)."""
-        height, width = feat_size[0], feat_size[1]
+        height, width = feat_size
         if self.stripe_width >= max(height, width):
             # Both halves of the heads attend to the whole map: a single head group.
-            return [Windows(height, width, height, width, 0, 0, 0, 1)]
+            return [Windows(*feat_size, *feat_size)]
         return [
-            Windows(height, width, height, min(self.stripe_width, width), 0, 0, 0, 2),
-            Windows(height, width, min(self.stripe_width, height), width, 0, 0, 1, 2),
+            Windows(*feat_size, height, min(self.stripe_width, width), head_group=0, num_head_groups=2),
+            Windows(*feat_size, min(self.stripe_width, height), width, head_group=1, num_head_groups=2),
         ]
 
 
@@ -135,19 +135,19 @@ def partition_heads(qkv: Tensor, windows: Windows, num_heads: int) -> tuple[Tens
         num_heads: Number of all heads.
 
     Returns:
-        q, k and v (batch · windows, heads of the group, tokens of a window, width). Padding is zero.
+        q, k and v (batch · windows, heads of the group, tokens of a window, head_dim). Padding is zero.
     """
     batch, tokens, channels = qkv.shape
-    heads, width = num_heads // windows.num_head_groups, channels // (3 * num_heads)
-    qkv = qkv.view(batch, tokens, 3, num_heads, width)
+    heads, head_dim = num_heads // windows.num_head_groups, channels // (3 * num_heads)
+    qkv = qkv.view(batch, tokens, 3, num_heads, head_dim)
     group = qkv[:, :, :, windows.head_group * heads : (windows.head_group + 1) * heads]
     group = window_partition(group.flatten(2), windows)
-    q, k, v = group.view(-1, group.shape[1], 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = group.view(-1, group.shape[1], 3, heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """Join heads: (batch, heads, tokens, width) to (batch, tokens, heads · width)."""
+    """Join heads: (batch, heads, tokens, head_dim) to (batch, tokens, heads · head_dim)."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -161,7 +161,7 @@ def window_mask(windows: Windows, device: torch.device) -> Tensor | None:
 
 
 def padding_mask(k: Tensor, windows: Windows) -> Tensor | None:
-    """Return window_mask for each window of k (batch · windows, heads, tokens, width): (batch · windows, tokens)."""
+    """Return window_mask for each window of k (batch · windows, heads, tokens, head_dim): (batch · windows, tokens)."""
     mask = window_mask(windows, k.device)
     return None if mask is None else mask.repeat(k.shape[0] // mask.shape[0], 1)
 
@@ -178,7 +178,7 @@ def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
     rows = (torch.arange(height, device=device) >= height - windows.shift_up).int()
     columns = (torch.arange(width, device=device) >= width - windows.shift_left).int()
     side = (2 * rows[:, None] + columns[None, :]).reshape(1, height * width, 1)
-    side = window_partition(side, Windows(height, width, windows.height, windows.width, 0, 0, 0, 1)).squeeze(-1)
+    side = window_partition(side, Windows(height, width, windows.height, windows.width)).squeeze(-1)
     return side[:, :, None] == side[:, None, :]
 
 

@@ -31,6 +31,7 @@ class SoftmaxAttention(BaseAttention):
     """
 
     attn_kwargs_names = ("unit_queries",)
+    no_weight_decay_names = ("relative_position_bias_table",)
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class SoftmaxAttention(BaseAttention):
         return F.normalize(q, dim=-1) if self.unit_queries else q
 
     def score_bias(self, k: Tensor, windows: Windows) -> Tensor | None:
-        """Return the bias of the scores for keys (batch · windows, heads, tokens, width); -inf where masked."""
+        """Return the bias of the scores for keys (batch · windows, heads, tokens, head_dim); -inf where masked."""
         # Keys of a reduced map have neither positions nor windows.
         if self.reduce is not None:
             return None

@@ -1,4 +1,4 @@
-"""The mathematics: pure functions of q, k, v shaped (batch, heads, tokens, width)."""
+"""The mathematics: pure functions of q, k, v shaped (batch, heads, tokens, head_dim)."""
 
 from .angular import angular_attention, angular_weights
 from .efficient import efficient_attention, efficient_weights

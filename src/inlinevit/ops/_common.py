@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """Raise ValueError for shapes that do not fit together; all tensors are (batch, heads, tokens, width)."""
+    """Raise ValueError for shapes that do not fit together; all tensors are (batch, heads, tokens, head_dim)."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError("q, k and v must have four dimensions: (batch, heads, tokens, width)")
+        raise ValueError("q, k and v must have four dimensions: (batch, heads, tokens, head_dim)")
     if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
         raise ValueError(
             f"q, k and v must have the same batch size and number of heads, but are {q.shape}, {k.shape}, {v.shape}"
         )
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same width, but have {q.shape[-1]} and {k.shape[-1]}")
+        raise ValueError(f"q and k must have the same head_dim, but have {q.shape[-1]} and {k.shape[-1]}")
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"k and v must have the same number of tokens, but have {k.shape[-2]} and {v.shape[-2]}")
     if k.shape[-2] == 0:
@@ -28,7 +28,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """Return the given scale, or (head width)^-1/2."""
+    """Return the given scale, or head_dim^-1/2."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -50,7 +50,7 @@ def needs_gradient(*tensors: Tensor) -> bool:
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the tokens of x (batch, heads, tokens, width) that are padding according to mask (batch, tokens)."""
+    """Zero the tokens of x (batch, heads, tokens, head_dim) that are padding according to mask (batch, tokens)."""
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
 
 

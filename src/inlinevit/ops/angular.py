@@ -9,35 +9,31 @@ import torch
 from torch import Tensor
 
 from ._common import autocast_off, check_qkv, hide_padding, hide_pairs, promote, unit_length, visible_pairs
-from .weights import explicit_form
+from .weights import register_weights
 
 
 def angular_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return u/‖u‖, O(N).
 
     Args:
-        q: Queries (batch, heads, queries, width), of the first tokens or of all tokens.
-        k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width).
+        q: Queries (batch, heads, queries, head_dim), of the first tokens or of all tokens.
+        k: Keys (batch, heads, tokens, head_dim).
+        v: Values (batch, heads, tokens, value_dim).
         mask: (batch, tokens), True = real token.
 
     Returns:
-        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+        (batch, heads, queries, value_dim), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
     if q.shape[2] > k.shape[2]:
         raise ValueError(f"each query adds its own value, but there are {q.shape[2]} queries and {k.shape[2]} values")
     with autocast_off(q):
-        return _angular(q, k, v, mask)
+        k, v = unit_length(promote(hide_padding(k, mask)), [3]), promote(hide_padding(v, mask))
+        out = unit_length(promote(q), [3]) @ (k.transpose(-2, -1) @ v) / math.pi + 0.5 * v[:, :, : q.shape[2]]
+        return unit_length(out, [3]).to(q.dtype)
 
 
-def _angular(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    k, v = unit_length(promote(hide_padding(k, mask)), [3]), promote(hide_padding(v, mask))
-    out = unit_length(promote(q), [3]) @ (k.transpose(-2, -1) @ v) / math.pi + 0.5 * v[:, :, : q.shape[2]]
-    return unit_length(out, [3]).to(q.dtype)
-
-
-@explicit_form("angular")
+@register_weights("angular")
 def angular_weights(
     q: Tensor,
     k: Tensor,
@@ -50,9 +46,9 @@ def angular_weights(
     """Return the weights of angular attention, (batch, heads, queries, tokens); masks as in attention_weights.
 
     Args:
-        q: Queries (batch, heads, queries, width).
-        k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width), if given, rows are divided by ‖u‖.
+        q: Queries (batch, heads, queries, head_dim).
+        k: Keys (batch, heads, tokens, head_dim).
+        v: Values (batch, heads, tokens, value_dim), if given, rows are divided by ‖u‖.
         mask: See attention_weights.
         attn_mask: See attention_weights.
         first: Index of the first query among the tokens.

@@ -4,39 +4,28 @@ import torch
 from torch import Tensor
 
 from ._common import autocast_off, check_qkv, hide_padding, hide_pairs, promote, visible_pairs
-from .weights import explicit_form
+from .weights import register_weights
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """ρ(q)·(ρ(K)ᵀV), O(N).
 
-    Args:
-        q: Queries (batch, heads, queries, width).
-        k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width).
-        mask: (batch, tokens), True = real token.
-
-    Returns:
-        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+    Shapes and mask are those of linear_attention. Sums are kept in float32 or better; the result is in q's dtype.
     """
     check_qkv(q, k, v, mask)
     with autocast_off(q):
-        return _efficient(q, k, v, mask)
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    keys = padding_to_minus_infinity(promote(k), mask).softmax(dim=-2)
-    # Hidden once more: an image of nothing but padding is NaN here.
-    key_value = hide_padding(keys, mask).transpose(-2, -1) @ promote(hide_padding(v, mask))
-    return (promote(q).softmax(dim=-1) @ key_value).to(q.dtype)
+        keys = padding_to_minus_infinity(promote(k), mask).softmax(dim=-2)
+        # Hidden once more: an image of nothing but padding is NaN here.
+        key_value = hide_padding(keys, mask).transpose(-2, -1) @ promote(hide_padding(v, mask))
+        return (promote(q).softmax(dim=-1) @ key_value).to(q.dtype)
 
 
 def padding_to_minus_infinity(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Keys (batch, heads, tokens, width) with -inf at padding according to mask (batch, tokens)."""
+    """Keys (batch, heads, tokens, head_dim) with -inf at padding according to mask (batch, tokens)."""
     return k if mask is None else k.masked_fill(~mask[:, None, :, None], float("-inf"))
 
 
-@explicit_form("efficient")
+@register_weights("efficient")
 def efficient_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
     """Return the weights of efficient attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)

@@ -9,12 +9,12 @@ FEATURE_MAPS = ("identity", "relu", "relu_affine", "leaky_relu", "exp")
 
 
 def apply_feature_map(x: Tensor, name: str, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Return φ(x) for x (batch, heads, tokens, width).
+    """Return φ(x) for x (batch, heads, tokens, head_dim).
 
     Args:
         x: Queries or keys.
         name: One of FEATURE_MAPS.
-        affine: A (heads, width, width) or (width, width) and b (heads, width) or (width), only for `relu_affine`.
+        affine: A ([heads,] head_dim, head_dim) and b ([heads,] head_dim), only for `relu_affine`.
     """
     if name == "identity":
         return x

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._common import autocast_off, check_qkv, hide_padding, promote
 from .linear import linear_attention, linear_weights
-from .weights import explicit_form
+from .weights import register_weights
 
 # Added to the divisor, and to what is focused.
 EPSILON = 1e-6
@@ -18,8 +18,8 @@ def focus(x: Tensor, spread: Tensor, least: float = EPSILON) -> Tensor:
     """f(x) in float32 or better.
 
     Args:
-        x: Queries or keys (batch, heads, tokens, width).
-        spread: By what each channel is divided, (heads, width), above 0.
+        x: Queries or keys (batch, heads, tokens, head_dim).
+        spread: By what each channel is divided, (heads, head_dim), above 0.
         least: Added, so that nothing is zero.
     """
     x = (torch.relu(promote(x)) + least) / promote(spread).unsqueeze(1)
@@ -35,30 +35,24 @@ def focused_attention(
     """Linear attention of focused queries and keys, O(N).
 
     Args:
-        q: Queries (batch, heads, queries, width).
-        k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width).
+        q: Queries (batch, heads, queries, head_dim).
+        k: Keys (batch, heads, tokens, head_dim).
+        v: Values (batch, heads, tokens, value_dim).
         spread: See focus.
         mask: (batch, tokens), True = real token.
         epsilon: Added to the divisor.
 
     Returns:
-        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+        (batch, heads, queries, value_dim), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
     with autocast_off(q):
-        return _focused(q, k, v, spread, mask, epsilon)
+        queries, keys = focus(q, spread), focus(hide_padding(k, mask), spread)
+        out = linear_attention(queries, keys, promote(v), scale=1.0, feature_map="identity", mask=mask, epsilon=epsilon)
+        return out.to(q.dtype)
 
 
-def _focused(q: Tensor, k: Tensor, v: Tensor, spread: Tensor, mask: Tensor | None, epsilon: float) -> Tensor:
-    queries, keys = focus(q, spread), focus(hide_padding(k, mask), spread)
-    out = linear_attention(
-        queries, keys, promote(v), scale=1.0, feature_map="identity", affine=None, mask=mask, epsilon=epsilon
-    )
-    return out.to(q.dtype)
-
-
-@explicit_form("focused")
+@register_weights("focused")
 def focused_weights(
     q: Tensor, k: Tensor, *, spread: Tensor, mask: Tensor | None = None, attn_mask: Tensor | None = None
 ) -> Tensor:

@@ -6,36 +6,25 @@ With φ(x) = x/‖x‖ over the channels of all heads, out = φ(q) ⊙ Σ_j φ(k
 from torch import Tensor
 
 from ._common import autocast_off, check_qkv, hide_padding, hide_pairs, promote, unit_length, visible_pairs
-from .weights import explicit_form
+from .weights import register_weights
 
 
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """φ(q)·(Σ φ(k)ᵀv), O(N). It is hydra attention where heads are one channel wide.
 
-    Args:
-        q: Queries (batch, heads, queries, width).
-        k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width).
-        mask: (batch, tokens), True = real token.
-
-    Returns:
-        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+    Shapes and mask are those of linear_attention. Sums are kept in float32 or better; the result is in q's dtype.
     """
     check_qkv(q, k, v, mask)
     with autocast_off(q):
-        return _hydra(q, k, v, mask)
+        k = unit_length(promote(hide_padding(k, mask)), [1, 3])
+        v = promote(hide_padding(v, mask))
+        queries = unit_length(promote(q), [1, 3])
+        if k.shape[-1] == 1:
+            return (queries * (k * v).sum(dim=-2, keepdim=True)).to(q.dtype)
+        return (queries @ (k.transpose(-2, -1) @ v)).to(q.dtype)
 
 
-def _hydra(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    k = unit_length(promote(hide_padding(k, mask)), [1, 3])
-    v = promote(hide_padding(v, mask))
-    queries = unit_length(promote(q), [1, 3])
-    if k.shape[-1] == 1:
-        return (queries * (k * v).sum(dim=-2, keepdim=True)).to(q.dtype)
-    return (queries @ (k.transpose(-2, -1) @ v)).to(q.dtype)
-
-
-@explicit_form("hydra")
+@register_weights("hydra")
 def hydra_weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
     """Return the weights of hydra attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)

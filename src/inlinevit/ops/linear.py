@@ -16,7 +16,7 @@ from ._common import (
     visible_pairs,
 )
 from .feature_maps import apply_feature_map, map_keys
-from .weights import explicit_form
+from .weights import register_weights
 
 # Keeps a query whose map is zero (0/0) at zero. Far below any divisor of a query with a non-zero map.
 EPSILON = 1e-12
@@ -32,49 +32,35 @@ def linear_attention(
     mask: Tensor | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Linear attention, O(N): keys and values are multiplied first, into a width × width matrix.
+    """Linear attention, O(N): keys and values are multiplied first, into a head_dim × head_dim matrix.
 
     Args:
-        q: Queries (batch, heads, queries, width).
-        k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width).
-        scale: Factor of φ(q)·φ(k); it cancels in the division. width^-1/2 by default.
+        q: Queries (batch, heads, queries, head_dim).
+        k: Keys (batch, heads, tokens, head_dim).
+        v: Values (batch, heads, tokens, value_dim).
+        scale: Factor of φ(q)·φ(k); it cancels in the division. head_dim^-1/2 by default.
         feature_map: φ, one of FEATURE_MAPS; ReLU by default. With signed maps the divisor can pass through zero.
         affine: (A, b) of `relu_affine`.
         mask: (batch, tokens), True = real token.
         epsilon: Added to the divisor.
 
     Returns:
-        (batch, heads, queries, value width), in q's dtype; sums are kept in float32 or better.
+        (batch, heads, queries, value_dim), in q's dtype; sums are kept in float32 or better.
     """
     check_qkv(q, k, v, mask)
     with autocast_off(q):
-        return _linear(q, k, v, default_scale(q, scale), feature_map, affine, mask, epsilon)
+        queries = apply_feature_map(promote(q), feature_map, affine) * default_scale(q, scale)
+        k = map_keys(promote(k), feature_map, affine, mask)
+        v = hide_padding(promote(v), mask)
+        # Means instead of sums: they stay in range for any number of tokens.
+        count = count_tokens(k, mask)
+        key_value = k.transpose(-2, -1) @ (v / count)
+        key = k.sum(dim=-2, keepdim=True) / count
+        divisor = queries @ key.transpose(-2, -1)
+        return (queries @ key_value / (divisor + epsilon / count)).to(q.dtype)
 
 
-def _linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    feature_map: str,
-    affine: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
-    epsilon: float,
-) -> Tensor:
-    dtype = q.dtype
-    q = apply_feature_map(promote(q), feature_map, affine) * scale
-    k = map_keys(promote(k), feature_map, affine, mask)
-    v = hide_padding(promote(v), mask)
-    # Means instead of sums: they stay in range for any number of tokens.
-    count = count_tokens(k, mask)
-    key_value = k.transpose(-2, -1) @ (v / count)
-    key = k.sum(dim=-2, keepdim=True) / count
-    divisor = q @ key.transpose(-2, -1)
-    return (q @ key_value / (divisor + epsilon / count)).to(dtype)
-
-
-@explicit_form("linear")
+@register_weights("linear")
 def linear_weights(
     q: Tensor,
     k: Tensor,

@@ -14,26 +14,26 @@ def local_residual(v: Tensor, kernels: Tensor, feat_size: tuple[int, int]) -> Te
     """Convolve each channel of each image with its own 3×3 kernel (correlation, zero padding).
 
     Args:
-        v: Values (batch, heads, H·W, width).
-        kernels: Any shape with batch × heads × width × 3 × 3 elements in this order.
+        v: Values (batch, heads, H·W, head_dim).
+        kernels: Any shape with batch × heads × head_dim × 3 × 3 elements in this order.
         feat_size: (H, W) of the map.
 
     Returns:
-        (batch, heads, H·W, width), in v's dtype.
+        (batch, heads, H·W, head_dim), in v's dtype.
     """
     if v.dim() != 4:
-        raise ValueError("v must have four dimensions: (batch, heads, tokens, width)")
-    batch, heads, tokens, width = v.shape
-    height, breadth = feat_size
-    if tokens != height * breadth:
+        raise ValueError("v must have four dimensions: (batch, heads, tokens, head_dim)")
+    batch, heads, tokens, head_dim = v.shape
+    height, width = feat_size
+    if tokens != height * width:
         raise ValueError(
-            f"{tokens} tokens do not make a map of {height}×{breadth}: pass (H, W) of the token grid as feat_size"
+            f"{tokens} tokens do not make a map of {height}×{width}: pass (H, W) of the token grid as feat_size"
         )
-    if kernels.numel() != 9 * batch * heads * width:
-        raise ValueError(f"expected 9 numbers for each of {batch}×{heads}×{width} channels, but got {kernels.shape}")
-    maps = promote(v).transpose(1, 2).reshape(batch, height, breadth, heads * width)
-    out = convolve_maps(maps, promote(kernels).reshape(batch, heads * width, 9))
-    return out.view(batch, tokens, heads, width).transpose(1, 2).to(v.dtype)
+    if kernels.numel() != 9 * batch * heads * head_dim:
+        raise ValueError(f"expected 9 numbers for each of {batch}×{heads}×{head_dim} channels, but got {kernels.shape}")
+    maps = promote(v).transpose(1, 2).reshape(batch, height, width, heads * head_dim)
+    out = convolve_maps(maps, promote(kernels).reshape(batch, heads * head_dim, 9))
+    return out.view(batch, tokens, heads, head_dim).transpose(1, 2).to(v.dtype)
 
 
 def convolve_maps(maps: Tensor, kernels: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,11 +48,11 @@ def convolve_maps(maps: Tensor, kernels: Tensor, bias: Tensor | None = None) -> 
         (batch, H, W, channels).
     """
     with autocast_off(maps):
-        return FORMS[choose_form(maps, kernels)](maps, kernels, bias)
+        return CONVOLUTIONS[choose_convolution(maps, kernels)](maps, kernels, bias)
 
 
-def choose_form(maps: Tensor, kernels: Tensor) -> str:
-    """Return the name of the fastest form."""
+def choose_convolution(maps: Tensor, kernels: Tensor) -> str:
+    """Return the name of the fastest way to compute it, a key of CONVOLUTIONS."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or maps.device.type == "meta" or maps.shape[0] == 0:
         return "padded"
     if maps.device.type == "cuda":
@@ -97,7 +97,7 @@ def shift_in_place(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor
 
 
 def shift_padded(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
-    """The same from a map with a border of zeros: a form that compilers fuse, and that fits any batch when exported."""
+    """The same from a map with a border of zeros: compilers fuse it, and exported it fits any batch."""
     height, width = maps.shape[1], maps.shape[2]
     taps = kernels.permute(2, 0, 1).contiguous()[:, :, None, None]
     padded = F.pad(maps, (0, 0, 1, 1, 1, 1))
@@ -108,7 +108,7 @@ def shift_padded(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-FORMS = {
+CONVOLUTIONS = {
     "one by one": convolve_one_by_one,
     "grouped": convolve_grouped,
     "in place": shift_in_place,

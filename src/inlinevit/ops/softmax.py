@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._common import check_qkv, default_scale, hide_padding, promote, visible_pairs
-from .weights import explicit_form
+from .weights import register_weights
 
 
 def softmax_attention(
@@ -18,22 +18,22 @@ def softmax_attention(
     """Softmax attention through torch's fused kernel, O(N²).
 
     Args:
-        q: Queries (batch, heads, queries, width).
-        k: Keys (batch, heads, tokens, width).
-        v: Values (batch, heads, tokens, value width).
-        scale: Factor of the scores; width^-1/2 by default.
+        q: Queries (batch, heads, queries, head_dim).
+        k: Keys (batch, heads, tokens, head_dim).
+        v: Values (batch, heads, tokens, value_dim).
+        scale: Factor of the scores; head_dim^-1/2 by default.
         bias: Added to the scores, broadcastable to (batch, heads, queries, tokens).
         mask: (batch, tokens), True = real token. A query that sees no token at all gets zeros.
 
     Returns:
-        (batch, heads, queries, value width).
+        (batch, heads, queries, value_dim).
     """
     check_qkv(q, k, v, mask)
     k, v = hide_padding(k, mask), hide_padding(v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=_score_mask(bias, mask), scale=default_scale(q, scale))
 
 
-@explicit_form("softmax")
+@register_weights("softmax")
 def softmax_weights(
     q: Tensor,
     k: Tensor,

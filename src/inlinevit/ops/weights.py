@@ -1,4 +1,4 @@
-"""The explicit N×N form of every attention, found by the name of the attention."""
+"""The explicit N×N weights of every attention, by its name."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,15 +7,15 @@ from torch import Tensor
 
 WeightsFunction = TypeVar("WeightsFunction", bound=Callable[..., Tensor])
 
-# Filled by the files of the attentions themselves, each of which decorates its explicit form.
-EXPLICIT_FORMS: dict[str, Callable[..., Tensor]] = {}
+# Filled by the decorator below, in the file of each attention.
+WEIGHT_FUNCTIONS: dict[str, Callable[..., Tensor]] = {}
 
 
-def explicit_form(kind: str) -> Callable[[WeightsFunction], WeightsFunction]:
-    """Decorator: register a function that returns the N×N weights of the attention called `kind`."""
+def register_weights(kind: str) -> Callable[[WeightsFunction], WeightsFunction]:
+    """Decorator: the function returns the N×N weights of the attention called `kind`."""
 
     def register(function: WeightsFunction) -> WeightsFunction:
-        EXPLICIT_FORMS[kind] = function
+        WEIGHT_FUNCTIONS[kind] = function
         return function
 
     return register
@@ -25,8 +25,8 @@ def attention_weights(q: Tensor, k: Tensor, *, kind: str, **options: object) -> 
     """Return the attention matrix explicitly: entry (i, j) is the weight of value j for query i.
 
     Args:
-        q: Queries (batch, heads, queries, width).
-        k: Keys (batch, heads, tokens, width).
+        q: Queries (batch, heads, queries, head_dim).
+        k: Keys (batch, heads, tokens, head_dim).
         kind: The name of the attention, such as "softmax", "linear", "inline".
         **options: Those of the attention itself, such as scale, feature_map, affine, or bias for softmax. All take
             mask, (batch, tokens), True = real token; and attn_mask, broadcastable to (batch, heads, queries, tokens),
@@ -35,6 +35,6 @@ def attention_weights(q: Tensor, k: Tensor, *, kind: str, **options: object) -> 
     Returns:
         (batch, heads, queries, tokens).
     """
-    if kind not in EXPLICIT_FORMS:
-        raise ValueError(f"unknown attention {kind!r}: choose one of {', '.join(sorted(EXPLICIT_FORMS))}")
-    return EXPLICIT_FORMS[kind](q, k, **options)
+    if kind not in WEIGHT_FUNCTIONS:
+        raise ValueError(f"unknown attention {kind!r}: choose one of {', '.join(sorted(WEIGHT_FUNCTIONS))}")
+    return WEIGHT_FUNCTIONS[kind](q, k, **options)
