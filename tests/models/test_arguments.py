@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import timm
 
+from inlinevit.models import Backbone
 from inlinevit.models._arguments import RANGES, UNCHECKED
 from inlinevit.models.inline_cswin import InLineCSWin
 from inlinevit.models.inline_deit import InLineDeiT
@@ -19,13 +20,22 @@ SENSELESS = [-1, NAN, INFINITE, 10**9, 10**18, "abc", [0], [[1]], (0, 0), (1, 2,
 ACCEPTED = [("mlp_ratio", 1.5)]
 
 
-def arguments(family: type) -> list[str]:
-    return [name for name in inspect.signature(family).parameters if name not in UNCHECKED]
+def hints(family: type) -> dict[str, Any]:
+    """The types of the keyword arguments of a family and of all families."""
+    annotated = {
+        **inspect.signature(Backbone).parameters,
+        **inspect.signature(family).parameters,
+    }
+    return {
+        name: parameter.annotation
+        for name, parameter in annotated.items()
+        if parameter.kind == inspect.Parameter.KEYWORD_ONLY and name not in UNCHECKED
+    }
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(family, name) for family in FAMILIES for name in arguments(family)],
+    [(family, name) for family in FAMILIES for name in hints(family)],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_senseless_values_are_refused_by_name(family: type, name: str) -> None:
@@ -39,8 +49,7 @@ def test_senseless_values_are_refused_by_name(family: type, name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_have_ranges(family: type) -> None:
     """A new argument that is a number gets a range."""
-    hints = inspect.get_annotations(family.__init__.__wrapped__)
-    numbers = {name for name in arguments(family) if any(kind in str(hints[name]) for kind in ("int", "float"))}
+    numbers = {name for name, hint in hints(family).items() if any(kind in str(hint) for kind in ("int", "float"))}
     assert numbers <= set(RANGES)
 
 
@@ -55,7 +64,7 @@ def test_numbers_have_ranges(family: type) -> None:
         ({"img_size": 1_000_000}, "img_size is 1000000: it should be at most 65536"),
         ({"num_classes": True}, "num_classes is True: it should be a whole number"),
         ({"attention": 3}, "attention is 3: it should be text or a list"),
-        ({"attention": []}, "takes 1 to 12 attention words, not 0"),
+        ({"attention": []}, "takes 1 to 12 attention names, not 0"),
         ({"attn_kwargs": 3}, "attn_kwargs is 3"),
         ({"attn_kwargs": {"feature_map": 3}}, "feature_map in attn_kwargs is 3: it should be text"),
         ({"attn_kwargs": {"feature_map": "elu"}}, "unknown feature map 'elu'"),

@@ -8,7 +8,7 @@ from timm.models._features_fx import create_feature_extractor
 
 import inlinevit
 from inlinevit.layers import ATTENTIONS
-from inlinevit.layers.local_mlp import LocalMlp
+from inlinevit.layers.block import LocalMlp
 
 WORDS = [word for word in ATTENTIONS if word != "inline"]
 every_word = pytest.mark.parametrize("word", WORDS)

@@ -138,7 +138,7 @@ def check_side(name: str, pixels: int) -> None:
 def create_model(name: str, options: dict[str, Any], size: int) -> nn.Module:
     """Create a model of timm's for images of a size, which not all models take as an argument."""
     try:
-        return factory.create_model(name, {}, optional={"img_size": size}, options=options, own_words={})
+        return factory.create_model(name, {}, optional={"img_size": size}, options=options, config_fields={})
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} cannot be made with {options} for images of {size}² ({error}): choose other options or sizes"

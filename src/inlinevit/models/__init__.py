@@ -1,9 +1,8 @@
 """The models. Importing this registers them with timm."""
 
 from . import baseline_deit as baseline_deit
-from ._backbone import Backbone
+from ._backbone import Backbone, attention_by_stage
 from ._checkpoint import load_checkpoint
-from ._stage import attention_by_stage
 from .inline_cswin import InLineCSWin
 from .inline_deit import InLineDeiT
 from .inline_pvt import InLinePVT

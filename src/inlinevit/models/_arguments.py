@@ -55,12 +55,12 @@ def check_arguments(arguments: Mapping[str, Any], hints: Mapping[str, Any]) -> N
 
 
 def checked(init: Init) -> Init:
-    """Have the constructor of a model check its arguments, which are given by name, before it makes anything."""
+    """Have the constructor of a model check its keyword arguments before it makes anything."""
     hints = typing.get_type_hints(init)
 
     @wraps(init)
-    def check_and_init(self: Any, **arguments: Any) -> None:
+    def check_and_init(self: Any, *positional: Any, **arguments: Any) -> None:
         check_arguments(arguments, hints)
-        init(self, **arguments)
+        init(self, *positional, **arguments)
 
     return typing.cast(Init, check_and_init)

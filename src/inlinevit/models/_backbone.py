@@ -1,16 +1,25 @@
-"""The interface of timm's models, implemented once for all four families."""
+"""The base class of all four families: stages of blocks, a norm and a head, with the interface of timm's models."""
 
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from timm.layers import global_pool_nlc, register_notrace_function, trunc_normal_
+from timm.layers import (
+    calculate_drop_path_rates,
+    global_pool_nlc,
+    register_notrace_function,
+    to_2tuple,
+    trunc_normal_,
+)
+from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ._arguments import check_arguments
+from ..layers import ATTENTIONS, BaseAttention, Block, ResamplePosEmbed, SquareWindows, WholeMap
+from ..utils.validation import check_value
+from ._arguments import MOST_CHANNELS, check_arguments, checked
 from ._checkpoint import load_checkpoint
-from ._stage import Stage, grid_of, tokens_to_map
 
 # The part of published_names that the families share.
 LOCAL_RESIDUAL_NAMES = (
@@ -19,33 +28,162 @@ LOCAL_RESIDUAL_NAMES = (
 )
 
 
-@register_notrace_function
-def as_image(x: Tensor, in_chans: int) -> Tensor:
-    """Return x, or raise ValueError if it is not a floating-point batch of images (batch, in_chans, H, W)."""
-    if x.dim() != 4 or x.shape[1] != in_chans:
-        raise ValueError(f"expected images of shape (batch, {in_chans}, height, width), but got {x.shape}")
-    if not x.is_floating_point():
-        raise ValueError(f"expected floating-point images, but got {x.dtype}: convert and normalise them first")
-    return x
+# The attention of a stage: one name for all blocks, or names for the first blocks, the last of which is repeated.
+StageAttention = str | Sequence[str]
 
 
-def make_head(dim: int, num_classes: int, **factory: Any) -> nn.Module:
-    """Return a linear classifier, or nn.Identity for 0 classes."""
-    return nn.Linear(dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
+def attention_by_stage(attention: str | Sequence[StageAttention], depths: Sequence[int]) -> list[list[str]]:
+    """Return the name of the attention of every block.
+
+    Args:
+        attention: One name for the whole model, or one entry per stage: a name, or a tuple of names for the first
+            blocks of the stage, the last of which is repeated: ("inline", "inline", ("inline", "softmax"), "softmax").
+        depths: Blocks of each stage.
+
+    Returns:
+        A list of names per stage, one for each block.
+    """
+    stages = [attention] * len(depths) if isinstance(attention, str) else list(attention)
+    if len(stages) != len(depths):
+        raise ValueError(f"attention names {len(stages)} stages, but the model has {len(depths)}: {attention!r}")
+    names_by_stage = []
+    for names, depth in zip(stages, depths, strict=True):
+        first = [names] if isinstance(names, str) else list(names)
+        for name in first:
+            if name not in ATTENTIONS:
+                raise ValueError(f"unknown attention {name!r}: choose one of {', '.join(sorted(ATTENTIONS))}")
+        if depth < 1:
+            raise ValueError(f"every stage needs at least one block, but the depths are {tuple(depths)}")
+        if not 1 <= len(first) <= depth:
+            raise ValueError(f"a stage of {depth} blocks takes 1 to {depth} attention names, not {len(first)}")
+        names_by_stage.append(first + first[-1:] * (depth - len(first)))
+    return names_by_stage
+
+
+class Stage(nn.Module):
+    """Patch embedding (first stage) or downsampling (later stages), and blocks that keep the size of the map.
+
+    Args:
+        blocks: The blocks. A generator makes them after the embeddings, so that modules are initialised in the order
+            of the forward pass.
+        dim: Channels.
+        patch_embed: For the first stage: images (batch, channels, H', W') to tokens (batch, H, W, dim).
+        downsample: For later stages: the previous map (batch, channels, H', W') to tokens (batch, H, W, dim).
+        resample_pos_embed: Resizes the learned positions, if the stage has any. If it has a prefix token, there is a
+            learned class token before the map.
+    """
+
+    no_weight_decay_names = ("cls_token", "pos_embed")
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        dim: int,
+        patch_embed: nn.Module | None = None,
+        downsample: nn.Module | None = None,
+        resample_pos_embed: ResamplePosEmbed | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_prefix_tokens = 0 if resample_pos_embed is None else resample_pos_embed.num_prefix_tokens
+        self.grad_checkpointing = False
+        self.patch_embed = patch_embed
+        self.downsample = downsample
+        self.cls_token: nn.Parameter | None = None
+        if self.num_prefix_tokens > 0:
+            self.cls_token = nn.Parameter(torch.empty(1, 1, dim, device=device, dtype=dtype))
+        self.resample_pos_embed = resample_pos_embed
+        self.pos_embed: nn.Parameter | None = None
+        if resample_pos_embed is not None:
+            pos_embed = torch.empty(1, resample_pos_embed.num_tokens, dim, device=device, dtype=dtype)
+            self.pos_embed = nn.Parameter(pos_embed)
+        self.reset_parameters()
+        self.blocks = nn.ModuleList(blocks)
+
+    def reset_parameters(self) -> None:
+        """Initialise the class token and the positions; child modules have their own reset_parameters."""
+        for parameter in (self.cls_token, self.pos_embed):
+            if parameter is not None:
+                trunc_normal_(parameter, std=0.02)
+
+    def embed_tokens(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return the tokens before the first block, (batch, prefix + H·W, dim), and (H, W)."""
+        if self.patch_embed is not None:
+            x = self.patch_embed(x)
+        if self.downsample is not None:
+            x = self.downsample(x)
+        batch, height, width, dim = x.shape
+        x = x.reshape(batch, height * width, dim)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(batch, -1, -1), x], dim=1)
+        if self.resample_pos_embed is not None and self.pos_embed is not None:
+            x = x + self.resample_pos_embed(self.pos_embed, (height, width))
+        return x, (height, width)
+
+    def forward_tokens(
+        self, x: Tensor, take: Sequence[int] = (), last: int | None = None
+    ) -> tuple[Tensor, tuple[int, int], list[Tensor]]:
+        """Run the blocks.
+
+        Args:
+            x: The images, or the map of the stage before, (batch, channels, H', W').
+            take: Blocks whose tokens are returned.
+            last: The last block to run; all of them by default.
+
+        Returns:
+            Tokens (batch, prefix + H·W, dim), (H, W), and the tokens after each block to take.
+        """
+        x, feat_size = self.embed_tokens(x)
+        taken: list[Tensor] = []
+        for i, block in enumerate(self.blocks if last is None else self.blocks[: last + 1]):
+            x = checkpoint(block, x, feat_size) if self.grad_checkpointing else block(x, feat_size)
+            if i in take:
+                taken.append(x)
+        return x, feat_size, taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, channels, H', W') to (batch, dim, H, W), or with a class token to (batch, 1 + H·W, dim)."""
+        x, feat_size, _ = self.forward_tokens(x)
+        return x if self.num_prefix_tokens > 0 else tokens_to_map(x, feat_size, 0)
+
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Learn positions for another grid from now on, here and in attention that has learned the same grid."""
+        if self.resample_pos_embed is None:
+            return
+        before = self.resample_pos_embed.grid
+        for module in self.modules():
+            # Attention may have positions of its own, for the map or for windows.
+            resample = getattr(module, "resample_pos_embed", None)
+            if isinstance(resample, ResamplePosEmbed) and resample.grid == before:
+                module.pos_embed = resample.set_grid(cast(nn.Parameter, module.pos_embed), grid)
 
 
 class Backbone(nn.Module):
     """Stages, a norm and a head, with the interface of timm's models.
 
+    The positional arguments are those of a family; the keyword arguments are the same for all families.
+
     Args:
-        stages: The stages, from fine to coarse.
-        norm: The norm of the last stage's tokens.
-        dims: Channels of each stage.
+        dims: Channels of each stage, from fine to coarse.
+        depths: Blocks of each stage.
+        mlp_ratios: Hidden width of the MLPs of each stage, as a multiple of the channels.
         reductions: Stride of each stage, in pixels per token.
-        num_classes: Width of the head; 0 = none.
+        make_embed: Makes the patch embedding (stage 0) or downsampling of a stage, from the index of the stage, the
+            channels of its input, and the arguments `device` and `dtype`.
+        make_attention: Makes the attention of a block, from its class, the index of the stage, that of the block in the
+            stage, and further arguments of the class.
+        resample_pos_embeds: For learned positions: one for each stage. A stage with a prefix token has a class token.
         in_chans: Channels of the images.
-        global_pool: "avg" over the map, "token" for the class token, or "" for none.
+        num_classes: Number of classes; 0 = no head.
+        global_pool: "avg" over the map, "token" for the class token, if there is one, or "" for none.
+        qkv_bias: Whether q, k and v have a bias.
+        attention: One name for all stages, or one entry per stage (see attention_by_stage).
+        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
         drop_rate: Dropout before the head.
+        proj_drop_rate: Dropout in attention and MLPs.
+        drop_path_rate: Stochastic depth of the last block; it increases from 0.
     """
 
     # From published names to ours: (regular expression, replacement), all applied in order. Several published
@@ -53,22 +191,74 @@ class Backbone(nn.Module):
     published_names: tuple[tuple[str, str], ...] = ()
     # The default levels of `features_only=True`.
     default_out_indices: int | tuple[int, ...] = (0, 1, 2, 3)
+    # See Block.
+    norm_eps = 1e-5
+    context_before_norm = False
 
+    @checked
     def __init__(
         self,
-        stages: Sequence[Stage],
-        norm: nn.Module,
-        *,
         dims: Sequence[int],
+        depths: Sequence[int],
+        mlp_ratios: Sequence[float],
         reductions: Sequence[int],
-        num_classes: int,
-        in_chans: int,
-        global_pool: str,
-        drop_rate: float,
+        make_embed: Callable[[int, int, dict[str, Any]], nn.Module],
+        make_attention: Callable[[type[BaseAttention], int, int, dict[str, Any]], BaseAttention],
+        resample_pos_embeds: Sequence[ResamplePosEmbed] | None = None,
+        /,
+        *,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        qkv_bias: bool = True,
+        attention: str | Sequence[StageAttention] = "inline",
+        attn_kwargs: Mapping[str, Any] | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        names = attention_by_stage(attention, depths)
+        check_dims(dims)
+        attn_kwargs = {} if attn_kwargs is None else attn_kwargs
+        check_attn_kwargs(attn_kwargs, [name for stage_names in names for name in stage_names])
+        drop_paths = cast(list[list[float]], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True))
+
+        def make_block(stage: int, block: int) -> Block:
+            kind = ATTENTIONS[names[stage][block]]
+            options = {
+                "qkv_bias": qkv_bias,
+                "proj_drop": proj_drop_rate,
+                "num_prefix_tokens": resample_pos_embeds[stage].num_prefix_tokens if resample_pos_embeds else 0,
+                **{name: value for name, value in attn_kwargs.items() if name in kind.attn_kwargs_names},
+                **factory,
+            }
+            return Block(
+                make_attention(kind, stage, block, options),
+                dims[stage],
+                mlp_ratio=mlp_ratios[stage],
+                proj_drop=proj_drop_rate,
+                drop_path=drop_paths[stage][block],
+                norm_eps=self.norm_eps,
+                context_before_norm=self.context_before_norm,
+                local_mlp=kind.wants_local_mlp,
+                **factory,
+            )
+
+        stages = [
+            Stage(
+                (make_block(stage, block) for block in range(depths[stage])),
+                dim=dim,
+                patch_embed=make_embed(0, in_chans, factory) if stage == 0 else None,
+                downsample=make_embed(stage, dims[stage - 1], factory) if stage > 0 else None,
+                resample_pos_embed=resample_pos_embeds[stage] if resample_pos_embeds else None,
+                **factory,
+            )
+            for stage, dim in enumerate(dims)
+        ]
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = dims[-1]
@@ -81,10 +271,10 @@ class Backbone(nn.Module):
         ]
         self.reductions = list(reductions)
         self.stages = nn.Sequential(*stages)
-        self.norm = norm
+        self.norm = cast(nn.Module, nn.LayerNorm(dims[-1], eps=self.norm_eps, **factory))
         self.head_drop = nn.Dropout(drop_rate)
         self.global_pool = self._check_pool(global_pool)
-        self.head = make_head(dims[-1], num_classes, device=device, dtype=dtype)
+        self.head = make_head(dims[-1], num_classes, **factory)
         self.init_weights(needs_reset=False)
 
     def stage_list(self) -> list[Stage]:
@@ -111,14 +301,12 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters with several dimensions that have no weight decay (timm excludes vectors itself)."""
-        suffixes = (
-            "cls_token",
-            "pos_embed",
-            "relative_position_bias_table",
-            "feature_map.bias",
-            "attn.spread",
-        )
-        return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
+        return {
+            f"{path}.{name}"
+            for path, module in self.named_modules()
+            for name, _ in module.named_parameters(recurse=False)
+            if name in getattr(module, "no_weight_decay_names", ())
+        }
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the layers for layer-wise learning rates: the stem, then one per block (or per stage, if coarse)."""
@@ -248,3 +436,65 @@ class Backbone(nn.Module):
         if prune_head:
             self.reset_classifier(0, "")
         return take
+
+
+@register_notrace_function
+def as_image(x: Tensor, in_chans: int) -> Tensor:
+    """Return x, or raise ValueError if it is not a floating-point batch of images (batch, in_chans, H, W)."""
+    if x.dim() != 4 or x.shape[1] != in_chans:
+        raise ValueError(f"expected images of shape (batch, {in_chans}, height, width), but got {x.shape}")
+    if not x.is_floating_point():
+        raise ValueError(f"expected floating-point images, but got {x.dtype}: convert and normalise them first")
+    return x
+
+
+def make_head(dim: int, num_classes: int, **factory: Any) -> nn.Module:
+    """Return a linear classifier, or nn.Identity for 0 classes."""
+    return nn.Linear(dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
+
+
+def tokens_to_map(x: Tensor, feat_size: tuple[int, int], num_prefix_tokens: int) -> Tensor:
+    """View tokens (batch, prefix + H·W, dim) as a map (batch, dim, H, W)."""
+    return x[:, num_prefix_tokens:].unflatten(1, feat_size).permute(0, 3, 1, 2)
+
+
+def grid_of(img_size: int | tuple[int, int], reduction: int) -> tuple[int, int]:
+    """Return (H, W) of the map with one token per reduction × reduction pixels, rounded up."""
+    height, width = to_2tuple(img_size)
+    return -(-height // reduction), -(-width // reduction)
+
+
+def check_dims(dims: Sequence[int]) -> None:
+    """Raise ValueError for more channels than make sense."""
+    for stage, dim in enumerate(dims):
+        if dim > MOST_CHANNELS:
+            raise ValueError(
+                f"stage {stage} would have {dim} channels, but the maximum is {MOST_CHANNELS}: choose fewer channels "
+                "for the first stage, or fewer stages"
+            )
+
+
+def check_attn_kwargs(attn_kwargs: Mapping[str, Any], attentions: Iterable[str]) -> None:
+    """Raise ValueError for arguments that none of the named attentions has, and for values of the wrong type."""
+    kinds = {ATTENTIONS[name] for name in attentions}
+    known = {argument for kind in kinds for argument in kind.attn_kwargs_names}
+    for argument, value in attn_kwargs.items():
+        for kind in kinds:
+            if argument in kind.attn_kwargs_names:
+                check_value(f"{argument} in attn_kwargs", value, typing.get_type_hints(kind.__init__)[argument])
+        if argument not in known:
+            named = " and ".join(sorted(set(attentions)))
+            choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out"
+            raise ValueError(f"{named} attention has no argument {argument!r} in attn_kwargs: {choice}")
+
+
+def check_stages(depths: Sequence[int], **by_stage: Sequence[Any] | None) -> None:
+    """Raise ValueError for arguments that do not have one entry per stage."""
+    for name, entries in by_stage.items():
+        if entries is not None and len(entries) != len(depths):
+            raise ValueError(f"{name} must have an entry for each of the {len(depths)} stages, but it is {entries}")
+
+
+def square_windows(window_size: int | None, block: int) -> WholeMap | SquareWindows:
+    """Return windows that are shifted in every second block, or the whole map if no size is given."""
+    return WholeMap() if window_size is None else SquareWindows(window_size, shifted=block % 2 == 1)

@@ -67,7 +67,7 @@ def create_model(
     *,
     optional: dict[str, Any],
     options: dict[str, Any],
-    own_words: dict[str, str],
+    config_fields: dict[str, str],
     when_refused: Callable[[str], None] = lambda argument: None,
 ) -> nn.Module:
     """Create a model, with those arguments that not all models take only where they are taken.
@@ -77,7 +77,7 @@ def create_model(
         arguments: Arguments of timm.create_model.
         optional: More arguments, for models that take them; None = leave the argument out.
         options: The user's model.kwargs.
-        own_words: Arguments that must not be among them, each with the field of `model` to set instead.
+        config_fields: Arguments that must not be among them, each with the field of `model` to set instead.
         when_refused: Called with each optional argument that the model does not take.
 
     Raises:
@@ -86,8 +86,8 @@ def create_model(
     for option in options:
         if option in WEIGHT_OPTIONS:
             raise ValueError(f"{option} stands in model.kwargs: name weights with model.checkpoint instead")
-        if option in own_words:
-            raise ValueError(f"{option} stands in model.kwargs: set model.{own_words[option]} instead")
+        if option in config_fields:
+            raise ValueError(f"{option} stands in model.kwargs: set model.{config_fields[option]} instead")
         if option in NO_OPTIONS:
             raise ValueError(f"{option} stands in model.kwargs, but is not an option of a model: leave it out")
     if img_size := optional.get("img_size"):
@@ -112,7 +112,7 @@ def create_model(
     except Exception as error:
         unknown = [option for option in options if option not in known]
         if isinstance(error, TypeError) and unknown:
-            choices = [argument for argument in known if argument not in own_words]
+            choices = [argument for argument in known if argument not in config_fields]
             hint = did_you_mean(unknown[0], choices) or f"there are {', '.join(choices)}"
             raise ValueError(f"{name} has no option {unknown[0]!r}, which stands in model.kwargs: {hint}") from error
         # Models of timm's do not check their arguments, and fail somewhere on those that make no sense.

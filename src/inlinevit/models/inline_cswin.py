@@ -1,18 +1,16 @@
 """InLine-CSWin: InLine attention over the whole map in the fine stages, softmax in cross-shaped windows in the coarse
 ones; and the softmax CSWin that it is compared with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, CrossStripes, SoftmaxAttention, WholeMap
 from ._arguments import checked
-from ._backbone import Backbone
+from ._backbone import Backbone, check_stages, grid_of
 from ._registry import create, default_cfg
-from ._stage import StageAttention, check_stages, grid_of, make_stages
 
 __all__ = ["InLineCSWin"]
 
@@ -22,22 +20,15 @@ class InLineCSWin(Backbone):
 
     Args:
         img_size: Size of the images that the softmax stripes are made for; other sizes work, too.
-        in_chans: Channels of the images.
-        num_classes: Number of classes; 0 = no head.
-        global_pool: "avg" or "".
         embed_dim: Channels of the first stage; they double from stage to stage.
         depths: Blocks of each stage.
         num_heads: Heads of each stage.
         mlp_ratio: Hidden width of the MLPs, as a multiple of the channels.
-        qkv_bias: Whether q, k and v have a bias.
-        attention: One name for all stages, or one entry per stage (see attention_by_stage).
-        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Width of the stripes of attention other than softmax; None = the whole map.
         split_sizes: Width of the softmax stripes of each stage; by default 1, 2, and the last stage's map at img_size
             (at least 7) twice. The last stage attends to its whole map.
-        drop_rate: Dropout before the head.
-        proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it increases from 0.
+        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
+            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
     """
 
     published_names = (
@@ -53,74 +44,42 @@ class InLineCSWin(Backbone):
         (r"\.attns\.(\d)\.residual\.2\.(\w+)$", r".attn.local_residual.fc2.\2#\1"),
     )
 
+    context_before_norm = True
+
     @checked
     def __init__(
         self,
         *,
         img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "avg",
         embed_dim: int = 64,
         depths: Sequence[int] = (2, 4, 18, 1),
         num_heads: Sequence[int] = (2, 4, 8, 16),
         mlp_ratio: float = 4.0,
-        qkv_bias: bool = True,
-        attention: str | Sequence[StageAttention] = "inline",
-        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         split_sizes: Sequence[int] | None = None,
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_stages(depths, num_heads=num_heads, split_sizes=split_sizes)
         coarse = max(7, min(grid_of(img_size, 32)))
         stripes = (1, 2, coarse, coarse) if split_sizes is None else split_sizes
         if len(stripes) < len(depths):
             raise ValueError(f"split_sizes have no default for {len(depths)} stages: pass one entry per stage")
         dims = [embed_dim * 2**i for i in range(len(depths))]
-        options = {"lepe": True, "qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
+        reductions = [4 * 2**i for i in range(len(depths))]
 
-        def make_embed(stage: int) -> nn.Module:
+        def make_embed(stage: int, in_dim: int, factory: dict[str, Any]) -> nn.Module:
             if stage == 0:
-                return ConvEmbed(in_chans, embed_dim, kernel=7, stride=4, padding=2, **factory)
-            return ConvEmbed(dims[stage - 1], dims[stage], kernel=3, stride=2, padding=1, **factory)
+                return ConvEmbed(in_dim, dims[0], kernel=7, stride=4, padding=2, **factory)
+            return ConvEmbed(in_dim, dims[stage], kernel=3, stride=2, padding=1, **factory)
 
-        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, options: dict[str, Any]) -> BaseAttention:
             width = window_size
             if issubclass(kind, SoftmaxAttention):
                 width = stripes[stage] if stage < len(depths) - 1 else None
             layout = WholeMap() if width is None else CrossStripes(width)
-            return kind(dims[stage], num_heads[stage], layout=layout, **options, **extra)
+            return kind(dims[stage], num_heads[stage], layout=layout, lepe=True, **options)
 
-        stages = make_stages(
-            make_embed,
-            make_attention,
-            dims=dims,
-            depths=depths,
-            attention=attention,
-            attn_kwargs=attn_kwargs,
-            mlp_ratios=[mlp_ratio] * len(depths),
-            proj_drop_rate=proj_drop_rate,
-            drop_path_rate=drop_path_rate,
-            context_before_norm=True,
-            **factory,
-        )
-        super().__init__(
-            stages,
-            nn.LayerNorm(dims[-1], **factory),
-            dims=dims,
-            reductions=[4 * 2**i for i in range(len(depths))],
-            num_classes=num_classes,
-            in_chans=in_chans,
-            global_pool=global_pool,
-            drop_rate=drop_rate,
-            **factory,
-        )
+        super().__init__(dims, depths, [mlp_ratio] * len(depths), reductions, make_embed, make_attention, **kwargs)
 
 
 default_cfgs = generate_default_cfgs(

@@ -1,17 +1,21 @@
 """InLine-DeiT: a plain vision transformer with a class token, all tokens in one window."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from ..layers import BaseAttention, ConvEmbed, FocusedAttention, ResamplePosEmbed, SoftmaxAttention
+from ..layers import BaseAttention, ConvEmbed, ResamplePosEmbed, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
+from ._backbone import (
+    LOCAL_RESIDUAL_NAMES,
+    Backbone,
+    StageAttention,
+    grid_of,
+    square_windows,
+    tokens_to_map,
+)
 from ._registry import create, default_cfg
-from ._stage import StageAttention, grid_of, make_stages, square_windows, tokens_to_map
 
 __all__ = ["InLineDeiT"]
 
@@ -22,21 +26,16 @@ class InLineDeiT(Backbone):
     Args:
         img_size: Size of the images for which positions are learned; other sizes work, too.
         patch_size: Side of a patch.
-        in_chans: Channels of the images.
-        num_classes: Number of classes; 0 = no head.
         global_pool: "token", "avg" or "".
         embed_dim: Channels.
         depth: Blocks.
         num_heads: Heads.
         mlp_ratio: Hidden width of the MLPs, as a multiple of the channels.
-        qkv_bias: Whether q, k and v have a bias.
         attention: One name for all blocks, or names for the first blocks, the last of which is repeated.
-        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Size of the windows of attention other than softmax; None = the whole map.
         class_token: Whether there is a class token; windows need a model without one.
-        drop_rate: Dropout before the head.
-        proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it increases from 0.
+        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
+            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
     """
 
     published_names = (
@@ -49,78 +48,49 @@ class InLineDeiT(Backbone):
 
     default_out_indices = 3
 
+    norm_eps = 1e-6
+
     @checked
     def __init__(
         self,
         *,
         img_size: int | tuple[int, int] = 224,
         patch_size: int = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
         global_pool: str = "token",
         embed_dim: int = 192,
         depth: int = 12,
         num_heads: int = 6,
         mlp_ratio: float = 4.0,
-        qkv_bias: bool = True,
         attention: StageAttention = "inline",
-        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         class_token: bool = True,
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        prefix = 1 if class_token else 0
         grid = grid_of(img_size, patch_size)
         if window_size is not None and class_token:
             raise ValueError("a class token is in no window: use class_token=False and global_pool='avg'")
 
-        def make_embed(stage: int) -> nn.Module:
-            return ConvEmbed(in_chans, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory)
+        def make_embed(stage: int, in_dim: int, factory: dict[str, Any]) -> nn.Module:
+            return ConvEmbed(in_dim, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory)
 
-        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
-            if issubclass(kind, FocusedAttention):
-                extra = {**extra, "grid": grid}
-            return kind(
-                embed_dim,
-                num_heads,
-                layout=square_windows(None if issubclass(kind, SoftmaxAttention) else window_size, block),
-                qkv_bias=qkv_bias,
-                proj_drop=proj_drop_rate,
-                num_prefix_tokens=prefix,
-                **factory,
-                **extra,
-            )
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, options: dict[str, Any]) -> BaseAttention:
+            if kind.learns_grid:
+                options = {**options, "grid": grid}
+            layout = square_windows(None if issubclass(kind, SoftmaxAttention) else window_size, block)
+            return kind(embed_dim, num_heads, layout=layout, **options)
 
-        stages = make_stages(
+        pos_embed = ResamplePosEmbed(grid, num_prefix_tokens=1 if class_token else 0)
+        super().__init__(
+            [embed_dim],
+            [depth],
+            [mlp_ratio],
+            [patch_size],
             make_embed,
             make_attention,
-            dims=[embed_dim],
-            depths=[depth],
-            attention=[attention],
-            attn_kwargs=attn_kwargs,
-            mlp_ratios=[mlp_ratio],
-            proj_drop_rate=proj_drop_rate,
-            drop_path_rate=drop_path_rate,
-            norm_eps=1e-6,
-            resample_pos_embeds=[ResamplePosEmbed(grid, num_prefix_tokens=prefix)],
-            class_token=class_token,
-            **factory,
-        )
-        super().__init__(
-            stages,
-            nn.LayerNorm(embed_dim, eps=1e-6, **factory),
-            dims=[embed_dim],
-            reductions=[patch_size],
-            num_classes=num_classes,
-            in_chans=in_chans,
+            [pos_embed],
             global_pool=global_pool,
-            drop_rate=drop_rate,
-            **factory,
+            attention=[attention],
+            **kwargs,
         )
         # All maps of a plain transformer have the same size; levels are blocks.
         self.feature_info = [

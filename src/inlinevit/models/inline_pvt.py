@@ -1,17 +1,15 @@
 """InLine-PVT: four stages, learned positions in each; and the softmax PVT (version 1) that it is compared with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, ResamplePosEmbed, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
+from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, square_windows
 from ._registry import create, default_cfg
-from ._stage import StageAttention, check_stages, grid_of, make_stages, square_windows
 
 __all__ = ["InLinePVT"]
 
@@ -24,24 +22,17 @@ class InLinePVT(Backbone):
 
     Args:
         img_size: Size of the images for which positions are learned; other sizes work, too.
-        in_chans: Channels of the images.
-        num_classes: Number of classes; 0 = no head.
-        global_pool: "avg", "token" where there is a class token, or "".
         embed_dims: Channels of each stage.
         depths: Blocks of each stage.
         num_heads: Heads of each stage.
         mlp_ratios: Hidden width of the MLPs of each stage, as a multiple of the channels.
-        qkv_bias: Whether q, k and v have a bias.
-        attention: One name for all stages, or one entry per stage (see attention_by_stage).
-        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Size of the windows of attention other than softmax; None = the whole map. A stage with a class
             token always attends to its whole map.
         sr_ratios: How much each stage reduces the map of keys and values. By default 8-4-2-1 where attention is
             softmax and 1 elsewhere. The local residual needs the values of all tokens.
         class_token: Whether the last stage has a class token (with a final norm, as in PVT version 1).
-        drop_rate: Dropout before the head.
-        proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it increases from 0.
+        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
+            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
     """
 
     published_names = (
@@ -57,94 +48,52 @@ class InLinePVT(Backbone):
         *LOCAL_RESIDUAL_NAMES,
     )
 
+    norm_eps = 1e-6
+
     @checked
     def __init__(
         self,
         *,
         img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "avg",
         embed_dims: Sequence[int] = (64, 128, 320, 512),
         depths: Sequence[int] = (2, 2, 2, 2),
         num_heads: Sequence[int] = (2, 4, 10, 16),
         mlp_ratios: Sequence[float] = (8.0, 8.0, 4.0, 4.0),
-        qkv_bias: bool = True,
-        attention: str | Sequence[StageAttention] = "inline",
-        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         sr_ratios: Sequence[int] | None = None,
         class_token: bool = False,
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_stages(depths, embed_dims=embed_dims, num_heads=num_heads, mlp_ratios=mlp_ratios, sr_ratios=sr_ratios)
         if sr_ratios is None and len(depths) > len(SOFTMAX_REDUCTIONS):
             raise ValueError(f"sr_ratios have no default for {len(depths)} stages: pass one entry per stage")
         reductions = [4 * 2**i for i in range(len(depths))]
         prefixes = [1 if class_token and i == len(depths) - 1 else 0 for i in range(len(depths))]
-        options = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, **factory}
 
-        def make_embed(stage: int) -> nn.Module:
-            if stage == 0:
-                return ConvEmbed(in_chans, embed_dims[0], kernel=4, stride=4, **factory)
-            return ConvEmbed(embed_dims[stage - 1], embed_dims[stage], kernel=2, stride=2, **factory)
+        def make_embed(stage: int, in_dim: int, factory: dict[str, Any]) -> nn.Module:
+            stride = 4 if stage == 0 else 2
+            return ConvEmbed(in_dim, embed_dims[stage], kernel=stride, stride=stride, **factory)
 
-        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
-            shape: dict[str, Any] = {
-                "dim": embed_dims[stage],
-                "num_heads": num_heads[stage],
-                "num_prefix_tokens": prefixes[stage],
-            }
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, options: dict[str, Any]) -> BaseAttention:
             if issubclass(kind, SoftmaxAttention):
                 reduction = SOFTMAX_REDUCTIONS[stage] if sr_ratios is None else sr_ratios[stage]
-                return kind(reduction=reduction, **shape, **options, **extra)
+                return kind(embed_dims[stage], num_heads[stage], reduction=reduction, **options)
             if sr_ratios is not None and sr_ratios[stage] > 1:
                 raise ValueError(
                     f"stage {stage} reduces keys and values {sr_ratios[stage]} times, but {kind.__name__} needs the "
                     "values of all tokens: use an sr_ratio of 1 there, or softmax"
                 )
             # A class token is in no window: its stage attends to the whole map.
-            return kind(
-                layout=square_windows(None if prefixes[stage] else window_size, block),
-                **shape,
-                **options,
-                **extra,
-            )
+            layout = square_windows(None if prefixes[stage] else window_size, block)
+            return kind(embed_dims[stage], num_heads[stage], layout=layout, **options)
 
-        stages = make_stages(
-            make_embed,
-            make_attention,
-            dims=embed_dims,
-            depths=depths,
-            attention=attention,
-            attn_kwargs=attn_kwargs,
-            mlp_ratios=mlp_ratios,
-            proj_drop_rate=proj_drop_rate,
-            drop_path_rate=drop_path_rate,
-            norm_eps=1e-6,
-            resample_pos_embeds=[
-                ResamplePosEmbed(grid_of(img_size, reduction), num_prefix_tokens=prefix, interpolation="bilinear")
-                for reduction, prefix in zip(reductions, prefixes, strict=True)
-            ],
-            class_token=class_token,
-            **factory,
-        )
-        super().__init__(
-            stages,
-            nn.LayerNorm(embed_dims[-1], eps=1e-6, **factory) if class_token else nn.Identity(),
-            dims=embed_dims,
-            reductions=reductions,
-            num_classes=num_classes,
-            in_chans=in_chans,
-            global_pool=global_pool,
-            drop_rate=drop_rate,
-            **factory,
-        )
+        pos_embeds = [
+            ResamplePosEmbed(grid_of(img_size, reduction), num_prefix_tokens=prefix, interpolation="bilinear")
+            for reduction, prefix in zip(reductions, prefixes, strict=True)
+        ]
+        super().__init__(embed_dims, depths, mlp_ratios, reductions, make_embed, make_attention, pos_embeds, **kwargs)
+        if not class_token:
+            self.norm = nn.Identity()
 
 
 default_cfgs = generate_default_cfgs(

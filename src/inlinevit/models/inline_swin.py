@@ -1,17 +1,15 @@
 """InLine-Swin: InLine attention over the whole map in fine stages, softmax in shifted windows in coarse ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, PatchMerging, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone
+from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, square_windows
 from ._registry import create, default_cfg
-from ._stage import StageAttention, check_stages, grid_of, make_stages, square_windows
 
 __all__ = ["InLineSwin"]
 
@@ -21,22 +19,15 @@ class InLineSwin(Backbone):
 
     Args:
         img_size: Size of the images that the softmax windows are made for; other sizes work, too.
-        in_chans: Channels of the images.
-        num_classes: Number of classes; 0 = no head.
-        global_pool: "avg" or "".
         embed_dim: Channels of the first stage; they double from stage to stage.
         depths: Blocks of each stage.
         num_heads: Heads of each stage.
         mlp_ratio: Hidden width of the MLPs, as a multiple of the channels.
-        qkv_bias: Whether q, k and v have a bias.
-        attention: One name for all stages, or one entry per stage (see attention_by_stage).
-        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
         window_size: Size of the windows of attention other than softmax; None = the whole map.
         softmax_window_size: Side of the softmax windows. By default max(7, W // 8), W being window_size or, where
             that is the whole map, the first stage's map at img_size.
-        drop_rate: Dropout before the head.
-        proj_drop_rate: Dropout in attention and MLPs.
-        drop_path_rate: Stochastic depth of the last block; it increases from 0.
+        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
+            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
     """
 
     published_names = (
@@ -52,73 +43,33 @@ class InLineSwin(Backbone):
         self,
         *,
         img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "avg",
         embed_dim: int = 96,
         depths: Sequence[int] = (2, 2, 6, 2),
         num_heads: Sequence[int] = (3, 6, 12, 24),
         mlp_ratio: float = 4.0,
-        qkv_bias: bool = True,
-        attention: str | Sequence[StageAttention] = "inline",
-        attn_kwargs: Mapping[str, Any] | None = None,
         window_size: int | None = None,
         softmax_window_size: int | None = None,
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_stages(depths, num_heads=num_heads)
-        if softmax_window_size is None:
-            softmax_window_size = max(7, (window_size or min(grid_of(img_size, 4))) // 8)
-        softmax_window = softmax_window_size
+        softmax_window = softmax_window_size or max(7, (window_size or min(grid_of(img_size, 4))) // 8)
         dims = [embed_dim * 2**i for i in range(len(depths))]
-        options: dict[str, Any] = {"qkv_bias": qkv_bias, "proj_drop": proj_drop_rate, "num_prefix_tokens": 0, **factory}
+        reductions = [4 * 2**i for i in range(len(depths))]
 
-        def make_embed(stage: int) -> nn.Module:
+        def make_embed(stage: int, in_dim: int, factory: dict[str, Any]) -> nn.Module:
             if stage == 0:
-                return ConvEmbed(in_chans, embed_dim, kernel=4, stride=4, **factory)
-            return PatchMerging(dims[stage - 1], dims[stage], **factory)
+                return ConvEmbed(in_dim, dims[0], kernel=4, stride=4, **factory)
+            return PatchMerging(in_dim, dims[stage], **factory)
 
-        def make_attention(kind: type[BaseAttention], stage: int, block: int, extra: dict[str, Any]) -> BaseAttention:
+        def make_attention(kind: type[BaseAttention], stage: int, block: int, options: dict[str, Any]) -> BaseAttention:
             if issubclass(kind, SoftmaxAttention):
+                options = {**options, "relative_window": softmax_window}
                 layout = square_windows(softmax_window, block)
-                return kind(
-                    dims[stage],
-                    num_heads[stage],
-                    layout=layout,
-                    relative_window=softmax_window,
-                    **options,
-                    **extra,
-                )
-            return kind(dims[stage], num_heads[stage], layout=square_windows(window_size, block), **options, **extra)
+            else:
+                layout = square_windows(window_size, block)
+            return kind(dims[stage], num_heads[stage], layout=layout, **options)
 
-        stages = make_stages(
-            make_embed,
-            make_attention,
-            dims=dims,
-            depths=depths,
-            attention=attention,
-            attn_kwargs=attn_kwargs,
-            mlp_ratios=[mlp_ratio] * len(depths),
-            proj_drop_rate=proj_drop_rate,
-            drop_path_rate=drop_path_rate,
-            **factory,
-        )
-        super().__init__(
-            stages,
-            nn.LayerNorm(dims[-1], **factory),
-            dims=dims,
-            reductions=[4 * 2**i for i in range(len(depths))],
-            num_classes=num_classes,
-            in_chans=in_chans,
-            global_pool=global_pool,
-            drop_rate=drop_rate,
-            **factory,
-        )
+        super().__init__(dims, depths, [mlp_ratio] * len(depths), reductions, make_embed, make_attention, **kwargs)
 
 
 default_cfgs = generate_default_cfgs(

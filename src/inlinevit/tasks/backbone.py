@@ -27,7 +27,7 @@ from .backbone_config import BackboneConfig
 Model = TypeVar("Model", bound=nn.Module)
 
 # Arguments of backbones that are fields of BackboneConfig, or that the task decides.
-OWN_FIELDS = {
+CONFIG_FIELDS = {
     "drop_path_rate": "drop_path_rate",
     "pretrained": "pretrained",
     "checkpoint_path": "checkpoint",
@@ -103,7 +103,7 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
             # By default, timm's Swin takes images of one size only.
             optional={"drop_path_rate": config.drop_path_rate or None, "strict_img_size": False},
             options=config.kwargs,
-            own_words=OWN_FIELDS,
+            config_fields=CONFIG_FIELDS,
         )
 
     if config.pretrained:

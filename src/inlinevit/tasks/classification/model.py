@@ -21,8 +21,8 @@ from ...models.factory import (
 from ...utils.validation import require
 from .config import ModelConfig
 
-# Arguments of models that ModelConfig has its own words for.
-OWN_WORDS = {
+# Arguments of models that are fields of ModelConfig.
+CONFIG_FIELDS = {
     "num_classes": "num_classes",
     "in_chans": "in_chans",
     "img_size": "img_size",
@@ -107,7 +107,7 @@ def _create(config: ModelConfig, num_classes: int, **weights: Any) -> nn.Module:
         {"num_classes": num_classes, "in_chans": config.in_chans, **weights},
         optional={"img_size": config.img_size, "drop_path_rate": config.drop_path_rate or None},
         options=config.kwargs,
-        own_words=OWN_WORDS,
+        config_fields=CONFIG_FIELDS,
         when_refused=when_refused,
     )
 
