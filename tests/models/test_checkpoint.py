@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import http.server
 import io
 import os
@@ -118,9 +119,10 @@ def hollow(entry: dict[str, Any], value: float = 0.0) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="session")
 def shallow(parameters: dict[str, Any]) -> Callable[[str], dict[str, Tensor]]:
-    """Random published weights for a model with SHALLOW[name], different at every place."""
+    """Random published weights for a model with SHALLOW[name], different everywhere; drawn once: do not change them."""
 
-    def weights(name: str) -> dict[str, Tensor]:
+    @functools.cache
+    def draw(name: str) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
         drawn = {}
         for key, shape in parameters[name]["parameters"].items():
@@ -129,12 +131,25 @@ def shallow(parameters: dict[str, Any]) -> Callable[[str], dict[str, Tensor]]:
                 drawn[key] = torch.randn(shape, generator=generator) * 0.05
         return drawn
 
-    return weights
+    return lambda name: dict(draw(name))
 
 
 def make(name: str, **kwargs: Any) -> Any:
-    """A shallow model."""
-    return timm.create_model(name, **{**SHALLOW[name], **kwargs}).eval()
+    """A shallow model. Without other weights or devices, those of a normal distribution, which are drawn fast."""
+    options = {**SHALLOW[name], **kwargs}
+    if "pretrained" in options or "device" in options:
+        return timm.create_model(name, **options).eval()
+    model = timm.create_model(name, device="meta", **options).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    return model.eval()
+
+
+@functools.cache
+def make_once(name: str, **kwargs: Any) -> Any:
+    """The same for all tests in which it stays unchanged."""
+    return make(name, **kwargs)
 
 
 @contextlib.contextmanager
@@ -196,7 +211,7 @@ def test_published_files_load(
 ) -> None:
     weights = published_weights(name)
     buffers = {key: torch.arange(3) for key in parameters[name]["ignored_buffers"]}
-    model = timm.create_model(name)
+    model = timm.create_model(name, device="meta").to_empty(device="cpu")
     blank(model)
     load_checkpoint(model, save_published(tmp_path / "published.pth", {**weights, **buffers}))
     own = model.state_dict()
@@ -212,7 +227,7 @@ def test_averaged_weights_win(parameters: dict[str, Any], tmp_path: Path) -> Non
     path = save_published(
         tmp_path / "ema.pth", hollow(entry, 2.0), "state_dict_ema", state_dict=hollow(entry), model=hollow(entry)
     )
-    model = timm.create_model("inline_cswin_tiny")
+    model = timm.create_model("inline_cswin_tiny", device="meta").to_empty(device="cpu")
     load_checkpoint(model, path)
     assert all((parameter == 2.0).all() for parameter in model.parameters())
     # Without averaging there is nothing under that name.
@@ -306,7 +321,7 @@ def test_weights_that_are_not_numbers_are_loaded_as_they_are(
     shallow: Callable[[str], dict[str, Tensor]], tmp_path: Path
 ) -> None:
     weights = shallow("inline_deit_tiny")
-    weights["norm.weight"][3] = float("nan")
+    weights["norm.weight"] = weights["norm.weight"].index_fill(0, torch.tensor(3), float("nan"))
     model = make("inline_deit_tiny")
     load_checkpoint(model, save_published(tmp_path / "published.pth", weights))
     assert model.norm.weight.isnan().nonzero().tolist() == [[3]]
@@ -689,7 +704,7 @@ def test_dangerous_files_are_refused(danger: str, form: str, tmp_path: Path, mon
     save_dangerous(path, DANGERS[danger](marker), {"a": torch.ones(2)}, form)
     # Not even if the environment asks torch for it.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    model = make("inline_deit_tiny")
+    model = make_once("inline_deit_tiny")
     with unchanged(model), pytest.raises(ValueError, match=r"refused|not a whole PyTorch file") as caught:
         load_checkpoint(model, path)
     assert not marker.exists()
@@ -780,7 +795,7 @@ DAMAGES: dict[str, Callable[[Path, bytes], Any]] = {
 def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / damage
     DAMAGES[damage](path, save_published(tmp_path / "good.pth", {"a": torch.ones(2000)}).read_bytes())
-    model = make("inline_deit_tiny")
+    model = make_once("inline_deit_tiny")
     with unchanged(model), pytest.raises(ValueError, match=r"is not a whole \w+ file .*: delete it and") as caught:
         load_checkpoint(model, path)
     assert_readable(caught.value, path)
@@ -851,7 +866,7 @@ CONTENTS: dict[str, Any] = {
 def test_files_without_weights_are_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "some.pth"
     torch.save(CONTENTS[content], path)
-    model = make("inline_deit_tiny")
+    model = make_once("inline_deit_tiny")
     with unchanged(model), pytest.raises(ValueError, match=r"holds no weights|not hold the weights|refused") as caught:
         load_checkpoint(model, path)
     assert str(path) in str(caught.value)
@@ -991,7 +1006,7 @@ def test_malformed_heads_are_refused(
     save = safetensors.torch.save_file if form == "safetensors" else torch.save
     save({**weights, **HEADS[malformed]}, path)
     for num_classes in (1000, 5):
-        model = make("inline_pvt_tiny", num_classes=num_classes)
+        model = make_once("inline_pvt_tiny", num_classes=num_classes)
         with (
             unchanged(model),
             pytest.raises(ValueError, match=r"malformed head, head\.|not hold the weights") as caught,
@@ -1069,7 +1084,7 @@ def test_unusual_tensors_are_refused(
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this build of torch cannot make one: {error}")
     torch.save({**shallow("inline_pvt_tiny"), place: value}, path)
-    model = make("inline_pvt_tiny", in_chans=1, img_size=96)
+    model = make_once("inline_pvt_tiny", in_chans=1, img_size=96)
     with unchanged(model), pytest.raises(ValueError, match=r"weights|malformed head|do not fit together") as caught:
         load_checkpoint(model, path)
     message = str(caught.value)
