@@ -9,35 +9,36 @@ from timm.models._features_fx import create_feature_extractor
 import inlinevit
 from inlinevit.layers import ATTENTIONS
 from inlinevit.layers.block import LocalMlp
+from tests import slow_except
 
-WORDS = [word for word in ATTENTIONS if word != "inline"]
-every_word = pytest.mark.parametrize("word", WORDS)
+BASELINES = [name for name in ATTENTIONS if name != "inline"]
+every_attention = pytest.mark.parametrize("attention", BASELINES)
 
 
-def shallow(word: str, **options):
+def shallow(attention: str, **options):
     torch.manual_seed(0)
-    return create_model(f"{word}_deit_tiny", **{"depth": 2, "num_classes": 5, **options})
+    return create_model(f"{attention}_deit_tiny", **{"depth": 2, "num_classes": 5, **options})
 
 
 def test_there_is_a_baseline_for_every_attention():
-    assert set(timm.list_models(module="baseline_deit")) == {f"{word}_deit_tiny" for word in WORDS}
+    assert set(timm.list_models(module="baseline_deit")) == {f"{attention}_deit_tiny" for attention in BASELINES}
 
 
-@every_word
-def test_each_has_its_attention_in_all_twelve_blocks_and_three_heads(word):
-    model = create_model(f"{word}_deit_tiny", device="meta")
+@every_attention
+def test_each_has_its_attention_in_all_twelve_blocks_and_three_heads(attention):
+    model = create_model(f"{attention}_deit_tiny", device="meta")
     blocks = model.stages[0].blocks
-    assert [type(block.attn) for block in blocks] == [ATTENTIONS[word]] * 12
-    assert {block.attn.num_heads for block in blocks} == {192 if word == "hydra" else 3}
-    assert {isinstance(block.mlp, LocalMlp) for block in blocks} == {word == "enhanced"}
-    if word == "focused":
+    assert [type(block.attn) for block in blocks] == [ATTENTIONS[attention]] * 12
+    assert {block.attn.num_heads for block in blocks} == {192 if attention == "hydra" else 3}
+    assert {isinstance(block.mlp, LocalMlp) for block in blocks} == {attention == "enhanced"}
+    if attention == "focused":
         assert {block.attn.pos_embed.shape for block in blocks} == {(1, 197, 192)}
 
 
-@every_word
+@every_attention
 @pytest.mark.parametrize("size", [(64, 64), (75, 98)])
-def test_any_size_forward_and_backward(word, size):
-    model = shallow(word)
+def test_any_size_forward_and_backward(attention, size):
+    model = shallow(attention)
     logits = model(torch.randn(2, 3, *size))
     assert logits.shape == (2, 5)
     logits.square().sum().backward()
@@ -49,10 +50,10 @@ def test_any_size_forward_and_backward(word, size):
             assert parameter.grad.abs().max() > 0, name
 
 
-@every_word
+@every_attention
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_autocast_stay_close(word, dtype):
-    model, images = shallow(word).eval(), torch.randn(2, 3, 65, 98)
+def test_half_precision_and_autocast_stay_close(attention, dtype):
+    model, images = shallow(attention).eval(), torch.randn(2, 3, 65, 98)
     with torch.no_grad():
         exact = model.double()(images.double())
         with torch.autocast("cpu", dtype=dtype):
@@ -63,25 +64,25 @@ def test_half_precision_and_autocast_stay_close(word, dtype):
         assert (answer.double() - exact).norm() < 0.03 * exact.norm()
 
 
-@every_word
-def test_fx_traces(word):
-    model, images = shallow(word).eval(), torch.randn(2, 3, 64, 96)
+@every_attention
+def test_fx_traces(attention):
+    model, images = shallow(attention).eval(), torch.randn(2, 3, 64, 96)
     traced = create_feature_extractor(model, ["head"])
     with torch.no_grad():
         torch.testing.assert_close(traced(images)["head"], model(images))
 
 
-@every_word
-def test_compiles_as_one_graph(word):
-    model, images = shallow(word, depth=1).eval(), torch.randn(2, 3, 96, 64)
+@every_attention
+def test_compiles_as_one_graph(attention):
+    model, images = shallow(attention, depth=1).eval(), torch.randn(2, 3, 96, 64)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images))
 
 
-@every_word
-def test_gradient_checkpointing_changes_nothing(word):
-    model, images = shallow(word).train(), torch.randn(2, 3, 64, 64)
+@pytest.mark.parametrize("attention", slow_except(BASELINES, "focused"))
+def test_gradient_checkpointing_changes_nothing(attention):
+    model, images = shallow(attention).train(), torch.randn(2, 3, 64, 64)
     gradients = []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
@@ -91,30 +92,30 @@ def test_gradient_checkpointing_changes_nothing(word):
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@every_word
-def test_the_class_token_alone_is_the_class_token(word):
-    model, images = shallow(word).eval(), torch.randn(2, 3, 64, 96)
+@every_attention
+def test_the_class_token_alone_is_the_class_token(attention):
+    model, images = shallow(attention).eval(), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
         optimized = inlinevit.optimize_for_inference(model, compile=False)
         torch.testing.assert_close(optimized(images), model(images))
 
 
-@every_word
-def test_set_input_size_keeps_the_answers_at_that_size(word):
+@every_attention
+def test_set_input_size_keeps_the_answers_at_that_size(attention):
     """The positions of focused attention's keys too."""
-    model, images = shallow(word, img_size=64).eval(), torch.randn(1, 3, 96, 160)
+    model, images = shallow(attention, img_size=64).eval(), torch.randn(1, 3, 96, 160)
     with torch.no_grad():
         resized_each_time = model(images)
         model.set_input_size((96, 160))
         torch.testing.assert_close(model(images), resized_each_time, rtol=0, atol=1e-5)
     tables = {name: p.shape for name, p in model.named_parameters() if name.endswith("pos_embed")}
     assert set(tables.values()) == {(1, 1 + 60, 192)}
-    assert len(tables) == (3 if word == "focused" else 1)
+    assert len(tables) == (3 if attention == "focused" else 1)
 
 
-@every_word
-def test_features_only_gives_the_levels(word):
-    features = create_model(f"{word}_deit_tiny", features_only=True, depth=3).eval()
+@every_attention
+def test_features_only_gives_the_levels(attention):
+    features = create_model(f"{attention}_deit_tiny", features_only=True, depth=3).eval()
     with torch.no_grad():
         maps = features(torch.randn(1, 3, 64, 96))
     assert [level.shape for level in maps] == [(1, 192, 4, 6)] * 3

@@ -54,8 +54,9 @@ STORAGE_DTYPES: dict[str, torch.dtype | None] = {
     "UntypedStorage": None,
 }
 DICTS = ("builtins.dict", "collections.OrderedDict", CONFIG_CLASS)
-# Tensors that are not arrays of numbers in the file, by the function that would rebuild them.
-UNUSUAL_TENSORS = {
+# What is read as Opaque: tensors that are not arrays of numbers in the file, with a word for them; and values that may
+# stand beside weights, or describe such tensors.
+OPAQUE = {
     "torch._utils._rebuild_qtensor": "quantized",
     "torch._utils._rebuild_sparse_tensor": "sparse",
     "torch._utils._rebuild_sparse_csr_tensor": "sparse",
@@ -64,22 +65,19 @@ UNUSUAL_TENSORS = {
     "torch._utils._rebuild_wrapper_subclass": "subclassed",
     "torch._utils._rebuild_device_tensor_from_numpy": "device-specific",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "device-specific",
+    "_codecs.encode": "",
+    "builtins.bytearray": "",
+    "builtins.complex": "",
+    "builtins.frozenset": "",
+    "builtins.set": "",
+    "collections.Counter": "",
+    "torch.Size": "",
+    "torch.Tensor": "",
+    "torch.device": "",
+    "torch.nn.parameter.Buffer": "",
+    "torch.nn.parameter.Parameter": "",
+    "torch.serialization._get_layout": "",
 }
-# Values that may stand beside weights or describe unusual tensors. None of them is built: Opaque stands for them.
-OPAQUE = (
-    "_codecs.encode",
-    "builtins.bytearray",
-    "builtins.complex",
-    "builtins.frozenset",
-    "builtins.set",
-    "collections.Counter",
-    "torch.Size",
-    "torch.Tensor",
-    "torch.device",
-    "torch.nn.parameter.Buffer",
-    "torch.nn.parameter.Parameter",
-    "torch.serialization._get_layout",
-)
 
 
 class ForbiddenName(Exception):
@@ -135,14 +133,20 @@ class TensorRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class UnusualTensor:
-    """A tensor that is not an array of numbers in the file, such as a sparse one.
+class Opaque:
+    """Stands for a value that is not built, and for its class.
 
     Attributes:
-        kind: In a word.
+        tensor_kind: If it is a tensor, of what kind, such as "sparse".
     """
 
-    kind: str
+    tensor_kind: str = ""
+
+    def __call__(self, *arguments: Any) -> "Opaque":
+        return self
+
+    def add(self, item: Any) -> None:
+        """Add nothing to a set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +164,6 @@ class Function:
 
     def __call__(self, *arguments: Any) -> Any:
         return self.make(*arguments)
-
-
-class Opaque:
-    """Stands for a value that is not needed, and for its class."""
-
-    def __call__(self, *arguments: Any) -> "Opaque":
-        return Opaque()
-
-    def add(self, item: Any) -> None:
-        """Add nothing to a set."""
 
 
 class CheckedDict(dict[Any, Any]):
@@ -209,10 +203,8 @@ class RestrictedUnpickler(pickle._Unpickler):
             return Function(self.make_dict)
         if path in TENSORS:
             return Function(TENSORS[path])
-        if path in UNUSUAL_TENSORS:
-            return Function(lambda *arguments: UnusualTensor(UNUSUAL_TENSORS[path]))
         if path in OPAQUE:
-            return Opaque()
+            return Opaque(OPAQUE[path])
         if module in ("torch", "torch.cuda", "torch.storage") and name in STORAGE_DTYPES:
             return StorageType(STORAGE_DTYPES[name])
         constant = vars(torch).get(name) if module == "torch" else None
@@ -249,7 +241,7 @@ class RestrictedUnpickler(pickle._Unpickler):
     def load_build(self) -> None:
         """Drop attributes of containers and tensors, such as the versions of modules in a state dict."""
         self.stack.pop()
-        expect(self.stack[-1], dict | TensorRecord | UnusualTensor | Opaque)
+        expect(self.stack[-1], dict | TensorRecord | Opaque)
 
     def load_empty_dictionary(self) -> None:
         """Start a dictionary."""
@@ -261,11 +253,11 @@ class RestrictedUnpickler(pickle._Unpickler):
         self.stack.append(self.make_dict(list(zip(items[::2], items[1::2], strict=True))))
 
     def load_empty_set(self) -> None:
-        """Start a set, which is not needed."""
+        """Start a set, which is not built."""
         self.stack.append(Opaque())
 
     def load_frozenset(self) -> None:
-        """Make a set, which is not needed."""
+        """Make a set, which is not built."""
         self.pop_mark()
         self.stack.append(Opaque())
 
@@ -309,14 +301,14 @@ def is_count(value: Any) -> bool:
 
 def describe_tensor(
     storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, *more: Any
-) -> TensorRecord | UnusualTensor:
+) -> TensorRecord | Opaque:
     """Describe a tensor by its place in a storage; `more` is the metadata, which marks lazily conjugated tensors."""
     return describe_typed_tensor(storage, offset, shape, stride, requires_grad, hooks, storage.dtype, *more)
 
 
 def describe_typed_tensor(
     storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, *more: Any
-) -> TensorRecord | UnusualTensor:
+) -> TensorRecord | Opaque:
     """Describe a tensor whose dtype is given apart from its storage."""
     storage, dtype = expect(storage, StorageRecord), expect(dtype, torch.dtype)
     shape, stride = tuple(expect(shape, tuple | list)), tuple(expect(stride, tuple | list))
@@ -328,7 +320,7 @@ def describe_typed_tensor(
     ):
         raise Damaged("a tensor has a shape that is no shape")
     if any(more):
-        return UnusualTensor("lazily conjugated or negated")
+        return Opaque("lazily conjugated or negated")
     end = offset
     if 0 not in shape:
         end += 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
@@ -337,18 +329,18 @@ def describe_typed_tensor(
     return TensorRecord(storage.key, dtype, offset, shape, stride)
 
 
-def describe_parameter(tensor: Any, *more: Any) -> TensorRecord | UnusualTensor:
+def describe_parameter(tensor: Any, *more: Any) -> TensorRecord | Opaque:
     """Return the tensor of a parameter."""
-    return expect(tensor, TensorRecord | UnusualTensor)
+    return expect(tensor, TensorRecord | Opaque)
 
 
-def describe_from_type(function: Any, *more: Any) -> TensorRecord | UnusualTensor:
+def describe_from_type(function: Any, *more: Any) -> TensorRecord | Opaque:
     """Describe a tensor with attributes of its own, which are left out."""
-    return describe_parameter(expect(function, Function).make(*expect(more[1], tuple)))
+    return describe_parameter(expect(function, Function | Opaque)(*expect(more[1], tuple)))
 
 
 # The functions that torch.save names, with what is called instead.
-TENSORS: dict[str, Callable[..., TensorRecord | UnusualTensor]] = {
+TENSORS: dict[str, Callable[..., TensorRecord | Opaque]] = {
     "torch._utils._rebuild_tensor": describe_tensor,
     "torch._utils._rebuild_tensor_v2": describe_tensor,
     "torch._utils._rebuild_tensor_v3": describe_typed_tensor,

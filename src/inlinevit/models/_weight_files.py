@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..utils.files import NotRegularFileError, open_regular
 from ..utils.validation import shorten
-from ._torch_files import CONFIG_CLASS, Damaged, ForbiddenName, TensorRecord, TorchFile, UnusualTensor
+from ._torch_files import CONFIG_CLASS, Damaged, ForbiddenName, Opaque, TensorRecord, TorchFile
 
 # Where checkpoints keep their weights: averaged ones first, then plain ones.
 WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -116,8 +116,8 @@ def _what_is_wrong(name: Any, value: Any) -> str:
     """Why this is no weight, in a few words; "" if it is one."""
     if not isinstance(name, str):
         return f"a name in it is not text, but {type(name).__name__}"
-    if isinstance(value, UnusualTensor):
-        return f"{one_line(name)} is a {value.kind} tensor"
+    if isinstance(value, Opaque) and value.tensor_kind:
+        return f"{one_line(name)} is a {value.tensor_kind} tensor"
     if not isinstance(value, Tensor | TensorRecord):
         return f"{one_line(name)} is not a tensor"
     if value.dtype not in (*FLOATS, *INTEGERS):
