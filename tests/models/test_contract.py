@@ -7,6 +7,7 @@ from timm.models import create_model
 from timm.models._features_fx import create_feature_extractor
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
+from inlinevit.layers import ConvEmbed
 from inlinevit.models import attention_by_stage
 from tests import slow_except
 
@@ -24,6 +25,11 @@ SHALLOW = {
 def shallow(name: str, **options):
     torch.manual_seed(0)
     return create_model(name, num_classes=7, **SHALLOW[name], **options).eval()
+
+
+def narrow(name: str) -> dict[str, object]:
+    """Few channels for a model of several stages."""
+    return {"embed_dims": (16, 32, 40, 64)} if "pvt" in name else {"embed_dim": 16 if "cswin" in name else 24}
 
 
 def one_block_per_stage(name: str):
@@ -201,9 +207,16 @@ def test_init_weights_fills_an_empty_model(name):
         assert spread == pytest.approx(expected, rel=0.3, abs=1e-6), key
 
 
+def test_modules_are_initialised_in_the_order_of_the_forward_pass():
+    model = shallow("inline_swin_tiny")
+    torch.manual_seed(0)
+    embed = ConvEmbed(3, 24, kernel=4, stride=4)
+    assert torch.equal(model.stages[0].patch_embed.proj.weight, embed.proj.weight)
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, "pvt_tiny", "cswin_tiny", *LEARNING_BASELINES])
 def test_an_empty_batch_is_answered_empty(name):
-    options = {"depth": 1} if "deit" in name else {"depths": (1, 1, 1, 1)}
+    options = {"depth": 1} if "deit" in name else {"depths": (1, 1, 1, 1), **narrow(name)}
     assert create_model(name, num_classes=3, **options).eval()(torch.zeros(0, 3, 64, 64)).shape == (0, 3)
 
 
@@ -245,11 +258,11 @@ def test_attention_is_spelled_out_by_stage_and_block():
 
 @pytest.mark.parametrize("name", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny", "pvt_tiny", "cswin_tiny"])
 @pytest.mark.parametrize(
-    "words", [("linear", "inline", "softmax", "inline"), ("hydra", "focused", "angular", "enhanced")]
+    "names", [("linear", "inline", "softmax", "inline"), ("hydra", "focused", "angular", "enhanced")]
 )
-def test_any_mix_by_stage(name, words):
-    model = create_model(name, attention=words, num_classes=4, depths=(1, 1, 1, 1))
-    assert [type(stage.blocks[0].attn).__name__.lower().removesuffix("attention") for stage in model.stages] == [*words]
+def test_any_mix_by_stage(name, names):
+    model = create_model(name, attention=names, num_classes=4, depths=(1, 1, 1, 1), **narrow(name))
+    assert [type(stage.blocks[0].attn).__name__.lower().removesuffix("attention") for stage in model.stages] == [*names]
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 4)
 
 
@@ -260,7 +273,7 @@ def test_wrong_arguments_are_named():
         create_model("inline_swin_tiny", attention="flash")
     with pytest.raises(ValueError, match="names 2 stages, but the model has 4"):
         create_model("inline_swin_tiny", attention=("inline", "softmax"))
-    with pytest.raises(ValueError, match="1 to 2 attention words"):
+    with pytest.raises(ValueError, match="1 to 2 attention names"):
         create_model("inline_swin_tiny", attention=(("inline",) * 3, "inline", "inline", "inline"))
     with pytest.raises(ValueError, match=r"stage 0 .* 8 times.*sr_ratio of 1"):
         create_model("inline_pvt_tiny", sr_ratios=(8, 4, 2, 1))
