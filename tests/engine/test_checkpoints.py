@@ -54,8 +54,9 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     for name, weights in WEIGHTS.items():
         assert torch.equal(read_weights(path, name)["w"], weights["w"])
     read = read_state(path)
-    assert torch.equal(read["optimizer"].pop(3)["m"], torch.ones(2))
-    assert read == {"optimizer": {"lr": 0.1, "betas": [0.9, 0.1 + 0.2]}, "scaler": None, "name": "x"}
+    assert torch.equal(read.pop("optimizer.3.m"), torch.ones(2))
+    names = ("optimizer.lr", "optimizer.betas.0", "optimizer.betas.1", "scaler", "name")
+    assert read == dict(zip(names, (0.1, 0.9, 0.1 + 0.2, None, "x"), strict=True))
     assert find_damage(path) is None
     assert folder.newest_good() == path
 
@@ -104,9 +105,9 @@ EVALUATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "another field": ({"step": 99}, "should have the fields evaluated_step, metrics, best, best_step and no others"),
     "a later step": ({"evaluated_step": 4}, "an evaluation of a later step than 3"),
     "a later best": ({"best_step": 10**9}, "an evaluation of a later step than 3"),
-    "a list": ({"metrics": [1]}, r"metrics \[1\], which is not a valid value"),
-    "a string": ({"metrics": {"top1": "high"}}, "which is not a valid value"),
-    "NaN": ({"best": float("nan")}, "best nan, which is not a valid value"),
+    "a list": ({"metrics": [1]}, r"metrics is \[1\]: it should be names with values"),
+    "a string": ({"metrics": {"top1": "high"}}, "it should be names with values"),
+    "NaN": ({"best": float("nan")}, "best is nan: it should be finite"),
     "half a best": ({"best": None}, "a step without its value"),
 }
 
@@ -150,7 +151,7 @@ PROGRESSES: dict[str, Any] = {
 def test_edited_progress_is_refused(tmp_path: Path, case: str) -> None:
     path = save(CheckpointFolder(tmp_path), 3)
     edit(path, "progress.json", json.dumps(PROGRESSES[case]).encode())
-    with pytest.raises(ValueError, match=r"^progress.json (has|should have|is of step) "):
+    with pytest.raises(ValueError, match=r"^progress.json (has changed|should have|is of step) "):
         read_progress(path)
     problem = find_damage(path)
     assert problem is not None
@@ -182,7 +183,7 @@ def test_a_pipe_in_place_of_a_file_is_damage(tmp_path: Path) -> None:
 
 def test_an_evaluation_of_a_checkpoint_elsewhere_makes_no_checkpoint(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.save_evaluation(Progress(step=3, best_step=3))
+    folder.save_evaluation(Progress(step=3, best=1.0, best_step=3))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,23 +194,11 @@ def test_state_is_not_a_pickle(tmp_path: Path) -> None:
         pack_state({"code": os.system})
 
 
-STATES: dict[str, tuple[Any, str]] = {
-    "unknown tensor": ({"tensor": "y"}, "names the tensor 'y'"),
-    "tensor by number": ({"tensor": 3}, "names the tensor 3"),
-    "tensor twice": ([{"tensor": "x"}, {"tensor": "x"}], "names the tensor 'x', which .* does not hold once"),
-    "tensor left": ([], "holds 'x', which state.json does not name"),
-    "other object": ({"a": 1}, "neither a dictionary nor a tensor"),
-    "no pairs": ({"dict": [1]}, "neither a dictionary nor a tensor"),
-    "key": ({"dict": [[None, 1]]}, "a key that is neither a string nor an integer"),
-}
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_edited_state_is_refused(tmp_path: Path, case: str) -> None:
-    tree, message = STATES[case]
+@pytest.mark.parametrize("tree", [[], 3, None, {"x": 1}])
+def test_edited_state_is_refused(tmp_path: Path, tree: Any) -> None:
     path = CheckpointFolder(tmp_path).save(Progress(step=1), files_of({"x": torch.ones(2)}))
     edit(path, "state.json", json.dumps(tree).encode())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"state\.json should have values by name, and none of optimizer\.safetensors"):
         read_state(path)
 
 
@@ -263,7 +252,7 @@ def test_run_that_goes_another_way(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(folder, step, best_step=step)
     folder = CheckpointFolder(tmp_path, keep=3)
-    folder.resume_from(Progress(step=10, best_step=10))
+    folder.resume_from(Progress(step=10, best=1.0, best_step=10))
     # Nothing is lost before there is something new.
     assert folder.newest_good() == tmp_path / "step-00000030"
     assert folder.best.resolve() == tmp_path / "step-00000010"
@@ -275,7 +264,7 @@ def test_best_does_not_point_to_nothing(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=3)
     for step in (10, 20):
         save(folder, step, best_step=step)
-    folder.resume_from(Progress(step=10, best_step=5))
+    folder.resume_from(Progress(step=10, best=1.0, best_step=5))
     save(folder, 15, best_step=5)
     assert names(folder) == ["step-00000010", "step-00000015"]
 

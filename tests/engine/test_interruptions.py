@@ -303,11 +303,16 @@ EDITS: dict[str, tuple[str, Any, str]] = {
     "a weight is unknown": ("model", lambda tensors: tensors.update(x=torch.ones(1)), "x is unknown"),
     "another shape": ("model", lambda tensors: tensors.update({"fc2.bias": torch.ones(4)}), "in place of float32"),
     "another type": ("ema", lambda tensors: tensors.update({"fc2.bias": torch.ones(3).int()}), "int32"),
-    "no moments": ("optimizer", lambda tensors: tensors.pop("optimizer.state.0.exp_avg"), "does not hold once"),
+    "no moments": ("optimizer", lambda tensors: tensors.pop("optimizer.state.0.exp_avg"), "exp_avg is missing"),
+    "unknown moments": (
+        "optimizer",
+        lambda tensors: tensors.update({"optimizer.state.77.exp_avg": torch.ones(2)}),
+        "optimizer.state.77.exp_avg is unknown",
+    ),
     "other moments": (
         "optimizer",
         lambda tensors: tensors.update({"optimizer.state.0.exp_avg": torch.ones(2)}),
-        "exp_avg of parameter 0 is float32",
+        "optimizer.state.0.exp_avg is float32",
     ),
 }
 
@@ -333,15 +338,13 @@ def edit_state(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('["weight_decay", 0.05]', '["weight_decay", "x"]', "weight_decay is 'x' in place of a number"),
-        ('["weight_decay", 0.05]', '["weight_decay", NaN]', "weight_decay is nan in place of a number"),
-        ('["weight_decay", 0.05]', '["weight_decay", Infinity]', "weight_decay is inf in place of a finite number"),
-        ('["betas", [', '["betas", [0.5, ', "betas should have 2 entries"),
-        ('["amsgrad", false]', '["amsgrad", 1]', "amsgrad is 1 in place of False"),
-        ('["amsgrad", false]', '["evil", false]', "should have"),
-        ('"exp_avg"', '"exp_evil"', "parameter 0 lacks exp_avg"),
-        ('["state", {"dict": [[0,', '["state", {"dict": [[77,', "a state of parameter 77"),
-        ('"scaler"', '"other"', "does not hold the state of an optimizer"),
+        ('1.weight_decay": 0.05', '1.weight_decay": "x"', "weight_decay is 'x' in place of 0.05"),
+        ('1.weight_decay": 0.05', '1.weight_decay": NaN', "weight_decay is nan in place of a finite number"),
+        ('1.weight_decay": 0.05', '1.weight_decay": Infinity', "weight_decay is inf in place of a finite number"),
+        ('0.betas.0"', '0.betas.2"', "betas.0 is missing"),
+        ('0.amsgrad": false', '0.amsgrad": 1', "amsgrad is 1 in place of False"),
+        ('0.amsgrad": false', '0.evil": 1, "optimizer.param_groups.0.amsgrad": false', "0.evil is unknown"),
+        ('"scaler"', '"other"', "scaler is missing"),
     ],
 )
 def test_edited_state_is_refused(copy: Path, old: str, new: str, message: str) -> None:

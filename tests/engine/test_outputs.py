@@ -22,6 +22,7 @@ def run(tmp_path: Path) -> Path:
     checkpoint = folder / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
     (folder / "config.yaml").touch()
+    (folder / "task.json").write_text('{"files": ["classes.json"]}')
     for name in ("manifest.json", "progress.json"):
         (checkpoint / name).touch()
     return folder

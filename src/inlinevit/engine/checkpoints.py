@@ -7,7 +7,6 @@ since a file can be replaced together with its hash.
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -20,8 +19,9 @@ from typing import Any, BinaryIO, cast
 import safetensors.torch
 from torch import Tensor
 
-from ..utils.atomic import atomic_write_json, disk_full_errors, fsync_dir, write_bytes
+from ..utils.atomic import atomic_write_bytes, disk_full_errors, fsync_dir, write_bytes
 from ..utils.files import NotRegularFileError, open_regular, read_json
+from ..utils.validation import Range, check_fields, require
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -35,8 +35,12 @@ TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{
 # What the folder of a checkpoint is called; whatever else lies beside them is not ours.
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
-# No field of progress.json is larger.
+# No field of progress.json, and no number of steps, is larger.
 LARGEST_COUNT = 2**53
+
+
+# A file in a manifest: its size as "bytes", its hash as "sha256".
+FileEntry = dict[str, Any]
 
 
 @dataclass
@@ -71,18 +75,20 @@ class Progress:
     batch_size: int = 0
     workers: int = 0
 
-
-@dataclass
-class FileEntry:
-    """The entry of a file in a manifest.
-
-    Attributes:
-        bytes: Its size.
-        sha256: Its hash.
-    """
-
-    bytes: int
-    sha256: str
+    def __post_init__(self) -> None:
+        counts = ("step", "evaluated_step", "best_step", "loss_count", "total_batch", "steps_per_epoch", "batch_size")
+        check_fields(
+            self,
+            "",
+            **dict.fromkeys((*counts, "workers"), Range(0, LARGEST_COUNT)),
+            processes=Range(1, LARGEST_COUNT),
+        )
+        latest = max(self.loss_count, self.evaluated_step, self.best_step or 0)
+        require(latest <= self.step, f"it has losses or an evaluation of a later step than {self.step}, its own")
+        require(
+            (self.best is None) == (self.best_step is None),
+            "it has a best value without its step, or a step without its value",
+        )
 
 
 class CheckpointFolder:
@@ -163,9 +169,9 @@ class CheckpointFolder:
         entries = {name: entry for name, entry in read_manifest(path).items() if name != EVALUATION}
         with disk_full_errors(path):
             # A kill in between leaves an evaluation that is not in the manifest: it will be repeated.
-            atomic_write_json(path / MANIFEST, manifest_of(entries))
+            atomic_write_bytes(path / MANIFEST, manifest_bytes(entries))
             write_bytes(path / EVALUATION, result)
-            atomic_write_json(path / MANIFEST, manifest_of({**entries, EVALUATION: entry_of(result)}))
+            atomic_write_bytes(path / MANIFEST, manifest_bytes({**entries, EVALUATION: entry_of(result)}))
         self.mark_best(progress)
         self._prune(path)
 
@@ -242,7 +248,7 @@ class CheckpointFolder:
 
 def entry_of(content: bytes) -> FileEntry:
     """Return the entry of a file with this content."""
-    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def sha256_of(stream: BinaryIO) -> str:
@@ -251,14 +257,9 @@ def sha256_of(stream: BinaryIO) -> str:
     return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
 
 
-def manifest_of(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """Return a manifest as JSON."""
-    return {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
-
-
 def manifest_bytes(entries: Mapping[str, FileEntry]) -> bytes:
-    """Return a manifest as the content of its file."""
-    return json.dumps(manifest_of(entries)).encode()
+    """Return the content of a manifest."""
+    return json.dumps({"format": FORMAT, "files": dict(sorted(entries.items()))}).encode()
 
 
 def read_manifest(path: Path) -> dict[str, FileEntry]:
@@ -273,14 +274,13 @@ def read_manifest(path: Path) -> dict[str, FileEntry]:
         raise problem
     if content["format"] != FORMAT or isinstance(content["format"], bool):
         raise ValueError(f"{MANIFEST} is of format {content['format']!r:.20}, and this version reads {FORMAT}")
-    entries = {}
-    for name, entry in content["files"].items():
+    entries: dict[str, FileEntry] = content["files"]
+    for name, entry in entries.items():
         known = name in (PROGRESS, EVALUATION, STATE) or TENSOR_FILE.fullmatch(name)
         if not known or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
             raise problem
-        if not _is_count(entry["bytes"]) or not re.fullmatch("[0-9a-f]{64}", str(entry["sha256"])):
+        if type(entry["bytes"]) is not int or not re.fullmatch("[0-9a-f]{64}", str(entry["sha256"])):
             raise problem
-        entries[name] = FileEntry(**entry)
     if PROGRESS not in entries or STATE not in entries:
         raise problem
     return entries
@@ -308,7 +308,7 @@ def _find_file_damage(file: Path, entry: FileEntry) -> str | None:
     """Return what is wrong with a file; None if it is as it was written."""
     try:
         with open_regular(file) as stream:
-            if os.fstat(stream.fileno()).st_size == entry.bytes and sha256_of(stream) == entry.sha256:
+            if os.fstat(stream.fileno()).st_size == entry["bytes"] and sha256_of(stream) == entry["sha256"]:
                 return None
     except FileNotFoundError:
         return f"{file.name} is missing"
@@ -337,59 +337,29 @@ def read_progress(path: Path) -> Progress:
     Raises:
         ValueError: The file is not valid.
     """
-    progress = _checked_progress(_read_json(path / PROGRESS), PROGRESS)
+    content = _read_json(path / PROGRESS)
+    progress = _to_progress(content, PROGRESS)
     name = path.resolve().name
     if CHECKPOINT_NAME.fullmatch(name) and int(name.removeprefix("step-")) != progress.step:
         raise ValueError(f"{PROGRESS} is of step {progress.step}, but its folder is {name}")
     if EVALUATION not in read_manifest(path):
         # The run ended before or during the evaluation, which will be repeated.
         return progress
-    content = _read_json(path / EVALUATION)
-    if not isinstance(content, dict) or content.keys() != set(EVALUATION_FIELDS):
+    evaluation = _read_json(path / EVALUATION)
+    if not isinstance(evaluation, dict) or evaluation.keys() != set(EVALUATION_FIELDS):
         raise ValueError(f"{EVALUATION} should have the fields {', '.join(EVALUATION_FIELDS)} and no others")
-    return _checked_progress({**asdict(progress), **content}, EVALUATION)
+    return _to_progress({**content, **evaluation}, EVALUATION)
 
 
-def _checked_progress(content: Any, name: str) -> Progress:
-    """Return the content of a file as a Progress, if every field is valid.
-
-    Args:
-        content: The parsed content.
-        name: The file, for messages.
-    """
+def _to_progress(content: Any, file: str) -> Progress:
+    """Return the parsed content of a file as a Progress."""
     expected = asdict(Progress())
     if not isinstance(content, dict) or content.keys() != expected.keys():
-        raise ValueError(f"{name} should have the fields {', '.join(expected)} and no others")
-    counts = ("step", "evaluated_step", "loss_count", "total_batch", "steps_per_epoch", "batch_size", "workers")
-    metrics, best, best_step = content["metrics"], content["best"], content["best_step"]
-    step = content["step"]
-    problems = {
-        **{key: _is_count(content[key]) for key in (*counts, "processes")},
-        "loss_sum": _is_number(content["loss_sum"]) and math.isfinite(content["loss_sum"]),
-        "metrics": isinstance(metrics, dict) and all(_is_number(value) for value in metrics.values()),
-        "best": best is None or (_is_number(best) and not math.isnan(best)),
-        "best_step": best_step is None or _is_count(best_step),
-    }
-    for key, is_valid in problems.items():
-        if not is_valid:
-            raise ValueError(f"{name} has {key} {content[key]!r:.80}, which is not a valid value")
-    if content["processes"] < 1:
-        raise ValueError(f"{name} has processes 0, which is not a valid value")
-    if content["loss_count"] > step:
-        raise ValueError(f"{name} has losses of {content['loss_count']} steps, but is at step {step}")
-    if content["evaluated_step"] > step or (best_step or 0) > step:
-        raise ValueError(f"{name} has an evaluation of a later step than {step}, its own")
-    if (best is None) != (best_step is None):
-        raise ValueError(f"{name} has a best value without its step, or a step without its value")
-    return Progress(**content)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST_COUNT
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) <= LARGEST_COUNT)
+        raise ValueError(f"{file} should have the fields {', '.join(expected)} and no others")
+    try:
+        return Progress(**content)
+    except ValueError as error:
+        raise ValueError(f"{file} has changed since it was written ({error})") from None
 
 
 def _read_json(file: Path) -> Any:
@@ -430,80 +400,49 @@ def read_weights(path: Path, name: str) -> dict[str, Tensor]:
         return safetensors.torch.load_file(file)
     # safetensors raises errors of its own, and others for headers that make no sense.
     except Exception as error:
-        raise ValueError(f"{file} is not valid ({_first_line(error)}): resume from another checkpoint") from None
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise ValueError(f"{file} is not valid ({problem}): resume from another checkpoint") from None
 
 
 def pack_state(state: Any) -> dict[str, bytes]:
-    """Return the state of an optimizer, and of whatever else a run needs, as files: its tensors, and the rest as JSON.
+    """Return the state of an optimizer, and of whatever else a run needs, as files: tensors, and other values as JSON.
 
     Args:
         state: Dictionaries, lists and tuples of tensors, numbers, strings, booleans and None.
     """
-    tensors: dict[str, Tensor] = {}
-    tree = _to_json(state, "", tensors)
-    return {"optimizer.safetensors": pack_weights(tensors), STATE: json.dumps(tree).encode()}
+    values = _flattened(state)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in values.items() if name not in tensors}
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return {"optimizer.safetensors": pack_weights(copies), STATE: json.dumps(others).encode()}
 
 
-def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON, in which tensors are {"tensor": NAME}; they are added to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        # In pairs, because keys may be numbers, and because no dictionary is then taken for a tensor.
-        pairs = [[key, _to_json(item, f"{name}.{key}" if name else str(key), tensors)] for key, item in value.items()]
-        return {"dict": pairs}
-    if isinstance(value, list | tuple):
-        return [_to_json(item, f"{name}.{number}", tensors) for number, item in enumerate(value)]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{name} is of {type(value).__name__}, which a checkpoint cannot hold")
+def _flattened(state: Any, name: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries and lists by their path: {"optimizer.param_groups.0.lr": 0.1, …}."""
+    if state is None or isinstance(state, Tensor | bool | int | float | str):
+        return {name: state}
+    if not isinstance(state, Mapping | list | tuple):
+        raise TypeError(f"{name} is of {type(state).__name__}, which a checkpoint cannot hold")
+    values: dict[str, Any] = {}
+    for key, item in state.items() if isinstance(state, Mapping) else enumerate(state):
+        values |= _flattened(item, f"{name}.{key}" if name else str(key))
+    return values
 
 
-def read_state(path: Path) -> Any:
-    """Read what pack_state has written, with lists for tuples.
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the values that pack_state has written, by their path in the state.
 
     Raises:
         ValueError: A file is not valid, or the two do not fit together.
     """
     tensors = read_weights(path, "optimizer")
-    used: set[str] = set()
     try:
-        state = _from_json(_read_json(path / STATE), tensors, used)
-    except (ValueError, RecursionError) as error:
-        problem = f"{STATE} is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"checkpoint {path} is not valid ({problem}): resume from another one") from None
-    if used != tensors.keys():
-        unused = min(tensors.keys() - used)
-        raise ValueError(
-            f"checkpoint {path} is not valid (optimizer.safetensors holds {unused!r:.80}, which {STATE} does not "
-            "name): resume from another one"
-        )
-    return state
-
-
-def _from_json(tree: Any, tensors: dict[str, Tensor], used: set[str]) -> Any:
-    """Return the value that _to_json has converted; names of its tensors are added to `used`."""
-    if isinstance(tree, list):
-        return [_from_json(item, tensors, used) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if tree.keys() == {"tensor"}:
-        name = tree["tensor"]
-        if not isinstance(name, str) or name not in tensors or name in used:
-            raise ValueError(f"{STATE} names the tensor {name!r:.80}, which optimizer.safetensors does not hold once")
-        used.add(name)
-        return tensors[name]
-    pairs = tree.get("dict") if tree.keys() == {"dict"} else None
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"{STATE} holds an object that is neither a dictionary nor a tensor")
-    if not all(type(key) in (str, int) for key, _ in pairs):
-        raise ValueError(f"{STATE} holds a key that is neither a string nor an integer")
-    return {key: _from_json(item, tensors, used) for key, item in pairs}
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+        values = _read_json(path / STATE)
+        if not isinstance(values, dict) or values.keys() & tensors.keys():
+            raise ValueError(f"{STATE} should have values by name, and none of optimizer.safetensors")
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path} is not valid ({error}): resume from another one") from None
+    return {**values, **tensors}
 
 
 def archive_folder(folder: Path) -> Path:

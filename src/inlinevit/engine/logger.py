@@ -4,7 +4,6 @@ import json
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
@@ -30,13 +29,7 @@ class RunLogger:
         total_steps: Steps to the end.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        progress: RunProgress,
-        total_steps: int,
-    ) -> None:
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: RunProgress, total_steps: int) -> None:
         self.config, self.accelerator, self.progress, self.total_steps = config, accelerator, progress, total_steps
         self.first_step, self.steps_per_epoch = progress.step, progress.steps_per_epoch
         self.file = Path(config.run.output) / "metrics.jsonl"
@@ -52,6 +45,10 @@ class RunLogger:
             console=self.console,
             disable=not accelerator.is_main_process,
         )
+        self.task = self.bar.add_task(
+            "", total=total_steps, completed=self.first_step, epoch=0, loss=float("nan"), rate=0.0
+        )
+        self.started = time.monotonic()
         # Steps that this process has done since the last line, and their duration.
         self.steps, self.seconds = 0, 0.0
         self.latest: dict[str, float] = {}
@@ -63,16 +60,10 @@ class RunLogger:
             settings = flattened(to_plain(self.config))
             simple = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
             self.accelerator.init_trackers("inlinevit", config=simple)
-        self.started = time.monotonic()
         self.bar.start()
-        self.task = self.bar.add_task(
-            "", total=self.total_steps, completed=self.first_step, epoch=0, loss=float("nan"), rate=0.0
-        )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
         for tracker in self.accelerator.trackers:
             tracker.finish()

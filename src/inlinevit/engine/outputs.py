@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..utils.atomic import is_stream
 from .checkpoints import MANIFEST, PROGRESS
-from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_FILES
+from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_FILES, metadata_files
 
 # What commands call the option that says where results go.
 OPTION = "--output"
@@ -55,7 +55,9 @@ def check_output_folder(
     _require_name(output)
     folder = Path(output)
     _require_makeable(folder)
-    _require_outside(folder, image_folders)
+    for images in image_folders:
+        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(images)):
+            raise ValueError(f"{folder} lies in {images}, whose images are read: name another folder with {OPTION}")
     known = _identities(inputs)
     for name in names:
         if (folder / name).is_dir():
@@ -65,24 +67,17 @@ def check_output_folder(
     return folder
 
 
-def check_run_output(output: str, inputs: Iterable[str | Path]) -> None:
+def check_run_output(output: str, inputs: Iterable[str | Path], metadata: Iterable[str] = ()) -> None:
     """Refuse the folder of a training run, if what the run leaves there would replace what it reads.
 
     Args:
         output: The folder.
         inputs: Files that are read, such as the weights that the run starts from.
+        metadata: Names of the task's files in the folder.
     """
     known = _identities(inputs)
-    for name in RUN_FILES:
+    for name in (*RUN_FILES, *metadata):
         _require_no_input(Path(output) / name, known)
-
-
-def _require_outside(folder: Path, image_folders: Iterable[Path]) -> None:
-    """Refuse a folder that lies in one whose images are read."""
-    place = Path(os.path.realpath(folder))
-    for images in image_folders:
-        if place.is_relative_to(os.path.realpath(images)):
-            raise ValueError(f"{folder} lies in {images}, whose images are read: name another folder with {OPTION}")
 
 
 def _require_name(output: str) -> None:
@@ -127,9 +122,9 @@ def _require_no_input(path: Path, inputs: dict[tuple[int, int], str]) -> None:
 def _require_no_run_file(path: Path) -> None:
     """Refuse a path that belongs to a training run or to one of its checkpoints."""
     folder = Path(os.path.realpath(path.parent))
-    in_checkpoint = any((one / MANIFEST).is_file() and (one / PROGRESS).is_file() for one in (folder, *folder.parents))
-    in_checkpoints = any(
-        one.name == RUN_CHECKPOINTS and (one.parent / RUN_CONFIG).is_file() for one in (folder, *folder.parents)
-    )
-    if in_checkpoint or in_checkpoints or (path.name in RUN_FILES and (folder / RUN_CONFIG).is_file()):
-        raise ValueError(f"{path} belongs to a training run: name another output, so that the run is not damaged")
+    for one in (folder, *folder.parents):
+        is_checkpoint = (one / MANIFEST).is_file() and (one / PROGRESS).is_file()
+        holds_checkpoints = one.name == RUN_CHECKPOINTS and (one.parent / RUN_CONFIG).is_file()
+        is_run_file = one == folder and (one / RUN_CONFIG).is_file() and path.name in (*RUN_FILES, *metadata_files(one))
+        if is_checkpoint or holds_checkpoints or is_run_file:
+            raise ValueError(f"{path} belongs to a training run: name another output, so that the run is not damaged")

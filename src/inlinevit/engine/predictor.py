@@ -24,7 +24,7 @@ from ..data.images import (
     unique_names,
 )
 from ..utils.atomic import atomic_text_writer, atomic_write_png, disk_full_errors, json_list_writer, make_output_dir
-from .config import ClassPredictOptions, DrawingPredictOptions, PredictOptions
+from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions
 from .evaluator import EvalData, Evaluator
 from .outputs import check_output_file, check_output_folder
 from .results import CLASS_WRITERS, Prediction, Result
@@ -67,7 +67,7 @@ class Predictor(ABC, Generic[Result]):
         """
 
     @abstractmethod
-    def evaluator(self, data: EvalData, options: Any) -> Evaluator:
+    def make_evaluator(self, data: EvalData, options: Any) -> Evaluator:
         """Return the evaluator of this model on some data; refuse data that it is not made for.
 
         Args:
@@ -136,7 +136,7 @@ def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> 
 def predict(
     predictor: Predictor[Result],
     files: ImageFiles,
-    options: PredictOptions,
+    options: CommandOptions,
     device: torch.device | str | None = None,
 ) -> Iterator[Prediction[Result]]:
     """Predict images one after the other, as they are read.
@@ -163,7 +163,7 @@ def predict(
             yield one
 
 
-def predict_command(task: type["Task"], model: str, images: Sequence[str], options: PredictOptions) -> int:
+def predict_command(task: type["Task"], model: str, images: Sequence[str], options: CommandOptions) -> int:
     """Predict images, and print or draw the results.
 
     Args:
@@ -178,26 +178,29 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
     device = resolve_device(options.device)
     files = ImageFiles(images)
     inputs = [*(path for path, _ in files.files), *([options.checkpoint] if options.checkpoint else [])]
+    output: Path | None = None
     if isinstance(options, DrawingPredictOptions):
-        set_output_encoding(None)
-        folder = check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs)
-        drawing = task.load_predictor(model, options)
-        assert isinstance(drawing, DrawingPredictor)
-        failures = _write_drawings(drawing, files, options, device, folder)
-    else:
-        assert isinstance(options, ClassPredictOptions)
-        # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
-        set_output_encoding(None if options.format == "table" else "utf-8")
-        output = None if options.output is None else check_output_file(options.output, inputs)
-        predictor = task.load_predictor(model, options)
-        failures = _write_classes(predictor, files, options, device, output)
-    return 1 if failures else 0
-
-
-def set_output_encoding(encoding: str | None) -> None:
-    """Have stdout escape letters that its encoding lacks; None = keep the terminal's encoding."""
+        output = check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs)
+    elif not isinstance(options, ClassPredictOptions):
+        raise TypeError(f"{type(options).__name__} is not derived from ClassPredictOptions or DrawingPredictOptions")
+    elif options.output is not None:
+        output = check_output_file(options.output, inputs)
+    # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
+    for_programs = isinstance(options, ClassPredictOptions) and options.format != "table"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace", encoding=encoding)
+        sys.stdout.reconfigure(errors="backslashreplace", encoding="utf-8" if for_programs else None)
+    predictor = task.load_predictor(model, options)
+    failures: list[str] = []
+    predictions = _report_errors(predict(predictor, files, options, device), failures)
+    if isinstance(options, ClassPredictOptions):
+        # csv writes its own line endings.
+        with nullcontext(sys.stdout) if output is None else atomic_text_writer(output, newline="") as stream:
+            CLASS_WRITERS[options.format](predictions, stream)
+    elif isinstance(predictor, DrawingPredictor):
+        _write_drawings(predictor, files, predictions, Path(options.output))
+    else:
+        raise TypeError(f"{type(predictor).__name__} draws nothing: derive it from DrawingPredictor")
+    return 1 if failures else 0
 
 
 def _report_errors(predictions: Iterable[Prediction[Result]], failures: list[str]) -> Iterator[Prediction[Result]]:
@@ -209,38 +212,16 @@ def _report_errors(predictions: Iterable[Prediction[Result]], failures: list[str
         yield prediction
 
 
-def _write_classes(
-    predictor: Predictor[Any],
-    files: ImageFiles,
-    options: ClassPredictOptions,
-    device: torch.device,
-    output: Path | None,
-) -> list[str]:
-    """Write predicted classes to a file or to stdout, and return the images that failed."""
-    failures: list[str] = []
-    predictions = predict(predictor, files, options, device)
-    # csv writes its own line endings.
-    with nullcontext(sys.stdout) if output is None else atomic_text_writer(output, newline="") as stream:
-        CLASS_WRITERS[options.format](_report_errors(predictions, failures), stream)
-    return failures
-
-
 def _write_drawings(
-    predictor: DrawingPredictor[Any],
-    files: ImageFiles,
-    options: DrawingPredictOptions,
-    device: torch.device,
-    folder: Path,
-) -> list[str]:
-    """Write drawings and predictions.json into a folder, and return the images that failed."""
-    failures: list[str] = []
+    predictor: DrawingPredictor[Any], files: ImageFiles, predictions: Iterable[Prediction[Any]], folder: Path
+) -> None:
+    """Write drawings and predictions.json into a folder."""
     make_output_dir(folder)
     suffixes = predictor.drawing_suffixes
     names = unique_names(files, folder, list(suffixes.values()))
-    predictions = predict(predictor, files, options, device)
     with disk_full_errors(folder), json_list_writer(folder / PREDICTIONS_JSON) as write:
-        for prediction, name in zip(_report_errors(predictions, failures), names, strict=True):
-            if prediction.error is not None or prediction.image is None or prediction.result is None:
+        for prediction, name in zip(predictions, names, strict=True):
+            if prediction.image is None or prediction.result is None:
                 write({"file": prediction.file, "error": prediction.error})
                 continue
             shown = predictor.render(prediction.image, prediction.result)
@@ -250,4 +231,3 @@ def _write_drawings(
             width, height = prediction.image.size
             drawn = {key: display_name(f"{name}{suffixes[key]}") for key in shown.drawings}
             write({"file": prediction.file, "width": width, "height": height, **drawn, **shown.record})
-    return failures

@@ -17,7 +17,16 @@ from .checkpoints import MANIFEST, CheckpointFolder, Progress, archive_folder, f
 from .config import TrainConfig, check_unchanged, read_plain, to_plain
 from .distributed import run_on_all, run_on_main
 from .lock import RUN_LOCK, RunLock
-from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_WEIGHTS, check_free_folder, check_lock_file, check_run_folder
+from .runs import (
+    RUN_CHECKPOINTS,
+    RUN_CONFIG,
+    RUN_TASK,
+    RUN_WEIGHTS,
+    check_free_folder,
+    check_lock_file,
+    check_run_folder,
+    describe_task,
+)
 from .state import get_weights, is_sharded, pack, restore, save_shards
 
 
@@ -29,10 +38,13 @@ class RunFolder:
     Args:
         config: The run's configuration.
         accelerator: The processes; each of them constructs one.
+        command: The word of the task's commands.
+        metadata: Contents of the task's JSON files, by name.
     """
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, command: str, metadata: dict[str, Any]) -> None:
         self.config, self.accelerator = config, accelerator
+        self.metadata = {RUN_TASK: describe_task(config, command, metadata), **metadata}
         self.path = Path(config.run.output)
         self.checkpoints = CheckpointFolder(self.path / RUN_CHECKPOINTS, config.run.keep_checkpoints)
         self.lock: RunLock | None = None
@@ -65,7 +77,7 @@ class RunFolder:
             return path
         newest = self.checkpoints.newest_good()
         if newest is None:
-            check_free_folder(self.path)
+            check_free_folder(self.path, self.metadata)
         return newest
 
     @contextmanager
@@ -100,40 +112,35 @@ class RunFolder:
         self.lock = lock
 
     def begin(
-        self,
-        progress: Progress,
-        notes: dict[str, Any],
-        model: nn.Module,
-        ema: nn.Module | None,
-        optimizer: Any,
-        configured_batch: int,
+        self, progress: Progress, model: nn.Module, ema: nn.Module | None, optimizer: Any, is_same_batch: bool
     ) -> None:
         """Load the checkpoint to resume from, if there is one, and write the configuration.
 
         Args:
             progress: How far the run has come.
-            notes: Contents of JSON files to write beside the results, by name.
             model: The model.
             ema: The model with averaged weights, if there is one.
             optimizer: The model's optimizer, as accelerate has prepared it.
-            configured_batch: The total batch of the settings as they are.
+            is_same_batch: Whether the settings result in the total batch of the run.
         """
-        config, path = to_plain(self.config), self.resume_path
 
-        def resume(path: Path) -> None:
+        def resume() -> None:
+            path = self.resume_path
+            if path is None:
+                return
             require(path.is_dir(), f"{self.path} is not the same on all machines: name a folder that they share")
             if self.config.run.resume == "auto":
-                check_unchanged(read_plain(self.path / RUN_CONFIG), config, configured_batch == progress.total_batch)
+                check_unchanged(read_plain(self.path / RUN_CONFIG), self.config, is_same_batch)
             restore(path, model, ema, optimizer, self.accelerator)
 
         def write() -> None:
             self.checkpoints.resume_from(progress)
-            atomic_write_bytes(self.path / RUN_CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
-            for name, content in notes.items():
-                atomic_write_json(self.path / f"{name}.json", content)
+            config = yaml.safe_dump(to_plain(self.config), sort_keys=False)
+            atomic_write_bytes(self.path / RUN_CONFIG, config.encode())
+            for name, content in self.metadata.items():
+                atomic_write_json(self.path / name, content)
 
-        if path is not None:
-            run_on_all(self.accelerator, lambda: resume(path))
+        run_on_all(self.accelerator, resume)
         run_on_main(self.accelerator, write)
 
     def save(self, progress: Progress, model: nn.Module, ema: nn.Module | None, optimizer: Any) -> None:

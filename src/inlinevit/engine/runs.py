@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,11 +24,10 @@ RUN_CHECKPOINTS = "checkpoints"
 BEST = "best"
 # In a checkpoint, averaged weights are preferred.
 CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
-# Names the task of a run; what else tasks store beside the results.
+# Names the task of a run, its command and its further files.
 RUN_TASK = "task.json"
-RUN_METADATA = (RUN_TASK, "classes.json", "categories.json", "labels.json")
-# What a run writes into its folder, besides its checkpoints.
-RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *RUN_METADATA)
+# What every run writes into its folder, besides its checkpoints.
+RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, RUN_TASK, "results.json", "metrics.jsonl")
 
 
 def is_run(folder: Path) -> bool:
@@ -66,9 +65,14 @@ def check_lock_file(folder: Path) -> None:
         )
 
 
-def check_free_folder(folder: Path) -> None:
-    """Refuse a folder in which a run that starts would replace files that are not those of a run."""
-    taken = [name for name in (*RUN_FILES, RUN_CHECKPOINTS) if os.path.lexists(folder / name)]
+def check_free_folder(folder: Path, metadata: Iterable[str]) -> None:
+    """Refuse a folder in which a run that starts would replace files that are not those of a run.
+
+    Args:
+        folder: The folder.
+        metadata: Names of the files that the task adds.
+    """
+    taken = [name for name in (*RUN_FILES, *metadata, RUN_CHECKPOINTS) if os.path.lexists(folder / name)]
     if taken and not is_run(folder):
         raise ValueError(
             f"{folder} holds {taken[0]}, which is not of a training run and would be replaced: choose another "
@@ -143,14 +147,30 @@ def task_of(config_class: type) -> str:
     return config_class.__name__.removesuffix("Config").lower()
 
 
-def _require_task(folder: Path, task: str) -> None:
-    """Refuse the run of another task."""
+def describe_task(config: Any, command: str, files: Iterable[str]) -> dict[str, Any]:
+    """Return the content of task.json: name and command of a task, and the names of its files in the run folder."""
+    return {"name": task_of(type(config)), "command": f"inlinevit {command}".strip(), "files": list(files)}
+
+
+def _read_task(folder: Path) -> dict[str, Any]:
+    """Return the content of task.json; empty if the file is missing or damaged."""
     try:
-        stored = read_json(folder / RUN_TASK)
-        name, command = str(stored["name"]), str(stored["command"])
-    except (OSError, ValueError, TypeError, KeyError):
-        # Without the file, the configuration decides.
-        return
+        content = read_json(folder / RUN_TASK)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def metadata_files(folder: Path) -> list[str]:
+    """Return the names of the task's files in the folder of a run."""
+    names = _read_task(folder).get("files")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _require_task(folder: Path, task: str) -> None:
+    """Refuse the run of another task; without task.json, the configuration decides."""
+    stored = _read_task(folder)
+    name, command = stored.get("name", task), stored.get("command", "inlinevit")
     if name != task:
         raise ValueError(f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
 

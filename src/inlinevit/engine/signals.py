@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 # A launcher may forward a signal that the whole process group gets: within these seconds, it counts once.
 REPEATED_SIGNAL = 0.2
@@ -30,9 +30,7 @@ class StopRequest:
         }
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.former_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .checkpoints import FileEntry, pack_state, pack_weights, read_state, read_weights, sha256_of
+from .checkpoints import LARGEST_COUNT, FileEntry, pack_state, pack_weights, read_state, read_weights, sha256_of
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -61,17 +61,7 @@ def get_weights(model: nn.Module) -> dict[str, Tensor]:
     return _copied(get_model_state_dict(model, options=FULL))
 
 
-def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load all weights.
-
-    Raises:
-        ValueError: A weight is missing, unknown, or of another shape or type; the model is left as it was.
-    """
-    _check_weights(get_model_state_dict(model), weights)
-    set_model_state_dict(model, dict[str, Any](weights), options=FULL)
-
-
-def _check_weights(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_weights(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuse weights that are not those of a model.
 
     Args:
@@ -129,10 +119,9 @@ def pack(model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: A
         optimizer: The model's optimizer, as accelerate has prepared it.
         accelerator: The processes.
     """
-    weights = {"model.safetensors": pack_weights(get_weights(model))}
-    if ema is not None:
-        weights["ema.safetensors"] = pack_weights(get_weights(ema))
-    return {**weights, **pack_state({"optimizer": optimizer.optimizer.state_dict(), **_scaler_state(accelerator)})}
+    models = {"model": model} if ema is None else {"model": model, "ema": ema}
+    weights = {f"{name}.safetensors": pack_weights(get_weights(module)) for name, module in models.items()}
+    return {**weights, **pack_state(_with_scaler(optimizer.optimizer.state_dict(), accelerator))}
 
 
 def restore(path: Path, model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> None:
@@ -144,23 +133,47 @@ def restore(path: Path, model: nn.Module, ema: nn.Module | None, optimizer: Any,
     if is_sharded(model):
         _load_shards(path, model, optimizer, accelerator)
         return
-    weights = read_weights(path, "model")
-    _check_weights(get_model_state_dict(model), weights)
-    averaged = None if ema is None else read_weights(path, "ema")
-    if ema is not None and averaged is not None:
-        _check_weights(get_model_state_dict(ema), averaged)
-    state = read_state(path)
-    if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
-        raise ValueError(f"checkpoint {path} does not hold the state of an optimizer: resume from another one")
+    models = {"model": model} if ema is None else {"model": model, "ema": ema}
+    weights = {name: read_weights(path, name) for name in models}
+    for name, module in models.items():
+        check_weights(get_model_state_dict(module), weights[name])
+    # The optimizer first, because finding out what its state looks like changes weights.
+    optimizer.optimizer.load_state_dict(_read_like(path, _stepped_state(optimizer.optimizer), accelerator))
+    for name, module in models.items():
+        set_model_state_dict(module, dict[str, Any](weights[name]), options=FULL)
+
+
+def _with_scaler(state: Any, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the state of an optimizer together with that of float16's gradient scaler."""
+    return {"optimizer": state, "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict()}
+
+
+def _stepped_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer after a step, which changes its parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.state_dict()
+
+
+def _read_like(path: Path, own: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
+    """Load the gradient scaler from a checkpoint, and return the state of its optimizer, checked against our own."""
+    values = read_state(path)
+    if "state" in own:
+        # Parameters that never had a gradient have no state.
+        found = {name.split(".")[2] for name in values if name.startswith("optimizer.state.")}
+        own = {**own, "state": {index: state for index, state in own["state"].items() if str(index) in found}}
     try:
-        # The optimizer first, because finding out what its state looks like changes weights.
-        optimizer.optimizer.load_state_dict(_checked_state(state["optimizer"], optimizer.optimizer))
-        _load_scaler(accelerator, state["scaler"])
+        state = _like(_with_scaler(own, accelerator), values)
+        if values:
+            raise ValueError(f"{min(values)[:100]} is unknown")
     except ValueError as error:
         raise _mismatch(path, error) from None
-    set_weights(model, weights)
-    if ema is not None and averaged is not None:
-        set_weights(ema, averaged)
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    return state["optimizer"]
 
 
 def _mismatch(path: Path, error: ValueError) -> ValueError:
@@ -170,95 +183,45 @@ def _mismatch(path: Path, error: ValueError) -> ValueError:
     )
 
 
-def _scaler_state(accelerator: Accelerator) -> dict[str, Any]:
-    return {"scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict()}
-
-
-def _load_scaler(accelerator: Accelerator, state: Any) -> None:
-    own = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-    checked_values = _like(own, state, "scaler")
-    if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(checked_values)
-
-
-def _checked_state(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of an optimizer, checked against that of this one after a step, with tuples for lists.
-
-    Args:
-        state: The state that was read.
-        optimizer: It takes a step, which changes its state and its parameters.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad()
-    own = optimizer.state_dict()
-    if not isinstance(state, dict) or state.keys() != own.keys():
-        raise ValueError(f"it should have {', '.join(own)}")
-    checked_values = {name: _like(own[name], state[name], name) for name in own if name != "state"}
-    by_parameter = state["state"]
-    if not isinstance(by_parameter, dict):
-        raise ValueError("it has no state of parameters")
-    shapes = dict(enumerate(tuple(parameter.shape) for parameter in parameters))
-    checked: dict[int, Any] = {}
-    for index, values in by_parameter.items():
-        if index not in own["state"] or not isinstance(values, dict):
-            raise ValueError(f"it has a state of parameter {index!r:.20}, which this optimizer does not have")
-        expected = own["state"][index]
-        if not expected.keys() <= values.keys():
-            raise ValueError(f"parameter {index} lacks {min(expected.keys() - values.keys())}")
-        checked[index] = {
-            # What an optimizer adds after some steps, such as Lookahead's slow weights, is like the parameter.
-            name: _like(expected.get(name, torch.empty(shapes[index])), value, f"{name} of parameter {index}")
-            for name, value in values.items()
-        }
-        _check_steps({f"{name} of parameter {index}": value for name, value in values.items() if name == "step"})
-    return {**checked_values, "state": checked}
-
-
-def _check_steps(steps: Mapping[str, Any]) -> None:
-    """Refuse numbers of steps that no optimizer can have taken; they are numbers or tensors, by name."""
-    for name, value in steps.items():
-        step = float(value)
-        if not math.isfinite(step) or step < 0:
-            raise ValueError(f"{name} is {step:g}, which is not a number of steps")
-
-
-def _like(own: Any, given: Any, name: str) -> Any:
-    """Return a value that was read if it has the type and shape of our own; lists become tuples where ours are.
+def _like(own: Any, values: dict[str, Any], name: str = "") -> Any:
+    """Return a state that was read, in the structure of our own.
 
     Numbers and tensors may differ in their values, all else may not. Of SETTINGS, our own values are given.
 
     Args:
-        own: Our value.
-        given: The value that was read.
-        name: For messages.
+        own: Our state, or a part of it.
+        values: The values that were read, by their path in the state; those that are used are removed.
+        name: The path of the part.
     """
+    prefix = f"{name}." if name else ""
+    if isinstance(own, Mapping):
+        read = {key: _like(item, values, f"{prefix}{key}") for key, item in own.items()}
+        # Where parameters have names, settings are called param_groups.NAME.betas.
+        return {key: own[key] if str(key).rpartition(".")[2] in SETTINGS else item for key, item in read.items()}
+    if isinstance(own, list | tuple):
+        return type(own)(_like(item, values, f"{prefix}{number}") for number, item in enumerate(own))
+    if name not in values:
+        raise ValueError(f"{name} is missing")
+    given = values.pop(name)
     if isinstance(own, Tensor):
         if not isinstance(given, Tensor) or given.shape != own.shape or given.dtype != own.dtype:
             found = _describe(given) if isinstance(given, Tensor) else f"{given!r:.40}"
             raise ValueError(f"{name} is {found} in place of {_describe(own)}")
-        return given
-    if isinstance(own, Mapping):
-        if not isinstance(given, dict) or given.keys() != own.keys():
-            raise ValueError(f"{name} should have {', '.join(map(str, own))}")
-        checked = {key: _like(own[key], given[key], f"{name} {key}") for key in own}
-        # Where parameters have names, settings are called param_groups.NAME.betas.
-        return {key: own[key] if str(key).rpartition(".")[2] in SETTINGS else checked[key] for key in own}
-    if isinstance(own, list | tuple):
-        if not isinstance(given, list) or len(given) != len(own):
-            raise ValueError(f"{name} should have {len(own)} entries")
-        return type(own)(_like(*pair, f"{name} {number}") for number, pair in enumerate(zip(own, given, strict=True)))
-    if isinstance(own, int | float) and not isinstance(own, bool):
-        if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given):
-            raise ValueError(f"{name} is {given!r:.40} in place of a number")
-        if math.isinf(given) and not math.isinf(own):
+    elif type(given) in (int, float) and (own is None or type(own) in (int, float)):
+        # Some optimizers have None in place of numbers that they have not computed yet.
+        if not abs(given) < math.inf and own != given:
             raise ValueError(f"{name} is {given!r:.40} in place of a finite number")
-        return given
-    if type(given) is not type(own) or given != own:
+    elif type(given) is not type(own) or given != own:
         raise ValueError(f"{name} is {given!r:.40} in place of {own!r:.40}")
+    _check_step(name, given)
     return given
+
+
+def _check_step(name: str, value: Any) -> None:
+    """Refuse a number of steps that no optimizer can have taken."""
+    step = value.item() if isinstance(value, Tensor) and name.endswith(".step") else value
+    if name.endswith(".step") and not 0 <= step < LARGEST_COUNT:
+        raise ValueError(f"{name} is {step!r:.40}, which is not a number of steps")
 
 
 def save_shards(
@@ -287,8 +250,8 @@ def save_shards(
     entries = {}
     if file.is_file():
         with file.open("rb") as stream:
-            entries[file.name] = FileEntry(file.stat().st_size, sha256_of(stream))
-    return entries, pack_state({"optimizer": values, **_scaler_state(accelerator)})
+            entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(stream)}
+    return entries, pack_state(_with_scaler(values, accelerator))
 
 
 def _optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -306,18 +269,12 @@ def _split(weights: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[dict[s
 def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
     """Load what save_shards has written, on any number of processes."""
     tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
-    state = read_state(path)
-    if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
-        raise ValueError(f"checkpoint {path} does not hold the state of an optimizer: resume from another one")
-    try:
-        values = _like(values, state["optimizer"], "optimizer")
-        _load_scaler(accelerator, state["scaler"])
-    except ValueError as error:
-        raise _mismatch(path, error) from None
+    values = _read_like(path, values, accelerator)
     read_shards(path, tensors)
-    steps = {name: value for name, value in tensors.items() if name.startswith("optimizer.") and name.endswith(".step")}
     try:
-        _check_steps(steps)
+        for name, value in tensors.items():
+            if name.startswith("optimizer."):
+                _check_step(name, value)
     except ValueError as error:
         raise _mismatch(path, error) from None
     weights, states = (
@@ -338,7 +295,7 @@ def read_shards(path: Path, tensors: dict[str, Tensor], *, prefix: str = "") -> 
     """
     reader = HuggingFaceStorageReader(str(path))
     stored = {name: shape for name, shape in shard_layout(path).items() if name.startswith(prefix)}
-    _check_weights(tensors, stored)
+    check_weights(tensors, stored)
     try:
         with warnings.catch_warnings():
             # Reading in a single process is what is wanted there.

@@ -1,7 +1,7 @@
 """Configuration of segmentation: the fields of recipes, and the options of `inlinevit segment train, eval, predict`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...engine.config import (
     DrawingPredictOptions,
@@ -176,6 +176,8 @@ class InferenceOptions:
 @dataclass
 class SegmentationConfig(TrainConfig):
     """A whole segmentation run. By default it counts steps, as is usual for this task."""
+
+    free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.labels")
 
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=1e-4, lr_base_size=32, weight_decay=1e-4)
