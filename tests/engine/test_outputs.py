@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     checkpoint.mkdir(parents=True)
     (folder / "config.yaml").touch()
     (folder / "task.json").write_text('{"files": ["classes.json"]}')
-    for name in ("manifest.json", "progress.json"):
+    for name in ("manifest.json", "state.json"):
         (checkpoint / name).touch()
     return folder
 

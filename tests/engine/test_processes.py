@@ -17,7 +17,7 @@ import torch
 
 from inlinevit.engine.checkpoints import entry_of, manifest_bytes, read_manifest
 from inlinevit.engine.runs import run_weights
-from inlinevit.engine.state import read_shards
+from inlinevit.engine.state import check_weights, shard_layout
 from tests.engine.running import ENVIRONMENT, TOY, Server, assert_same_run, final_tensors, metric_lines
 from tests.engine.toy import free_port, make_model, settings
 
@@ -179,7 +179,7 @@ def test_sharded_run_is_resumed_on_any_number_of_processes(server: Server, tmp_p
     max((tmp_path / "incomplete").glob("shard-*.safetensors")).unlink()
     tensors = {f"model.{name}": value for name, value in make_model("inline_deit_tiny").state_dict().items()}
     with pytest.raises(ValueError, match=r"lacks a part of|the checkpoint is of another model"):
-        read_shards(tmp_path / "incomplete", tensors, prefix="model.")
+        check_weights(tensors, shard_layout(tmp_path / "incomplete"))
     server.run(settings(output, toy__batch_size=4, **SHARDED), processes=second)
     for ours, theirs in zip(metric_lines(output), metric_lines(tmp_path / "whole"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -209,13 +209,13 @@ def test_sharded_checkpoint_that_is_damaged_or_edited(server: Server, tmp_path: 
     shard.unlink()
     assert f"{shard.name} is missing" in message()
     # The manifest knows nothing of it, so the rest is as it should be, but incomplete.
-    entries = read_manifest(path)
+    progress, entries = read_manifest(path)
     del entries[shard.name]
-    (path / "manifest.json").write_bytes(manifest_bytes(entries))
+    (path / "manifest.json").write_bytes(manifest_bytes(progress, entries))
     assert "the checkpoint is of another model" in message() or "lacks a part of" in message()
     for content in (safetensors.torch.save({"model.head.bias": torch.ones(3)}), b"\xff" * 64, b""):
         shard.write_bytes(content)
-        (path / "manifest.json").write_bytes(manifest_bytes({**read_manifest(path), shard.name: entry_of(content)}))
+        (path / "manifest.json").write_bytes(manifest_bytes(progress, {**entries, shard.name: entry_of(content)}))
         assert "error: " in message()
     shard.write_bytes(whole)
     (path / "manifest.json").write_bytes(manifest)

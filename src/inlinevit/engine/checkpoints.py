@@ -1,8 +1,8 @@
 """Checkpoints that survive a kill: written under another name, renamed when complete, verified when read.
 
-A checkpoint is a folder of safetensors and JSON files. Its manifest has the size and the hash of each of them. Nothing
-in it is a pickle, so reading one runs no code. What is read is checked for names, types, ranges and shapes as well,
-since a file can be replaced together with its hash.
+A checkpoint is a folder of safetensors and JSON files. Its manifest has the progress of the run, the size and the hash
+of each file, and its own hash. Nothing in it is a pickle, so reading one runs no code. What is read is checked for
+names, types, ranges and shapes as well, since a file can be replaced together with its hash.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -24,18 +24,14 @@ from ..utils.files import NotRegularFileError, open_regular, read_json
 from ..utils.validation import Range, check_fields, require
 
 MANIFEST = "manifest.json"
-PROGRESS = "progress.json"
-EVALUATION = "evaluation.json"
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
-# Fields of a run's progress that an evaluation sets.
-EVALUATION_FIELDS = ("evaluated_step", "metrics", "best", "best_step")
 # The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
 TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
 # What the folder of a checkpoint is called; whatever else lies beside them is not ours.
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
-# No field of progress.json, and no number of steps, is larger.
+# No count in a checkpoint is larger.
 LARGEST_COUNT = 2**53
 
 
@@ -123,21 +119,17 @@ class CheckpointFolder:
     def commit(
         self, progress: Progress, files: Mapping[str, bytes], written: Mapping[str, FileEntry] | None = None
     ) -> Path:
-        """Complete a checkpoint that was prepared, then remove old ones.
+        """Complete a checkpoint that was prepared, then remove old ones; returns its folder.
 
         Args:
             progress: How far the run has come.
             files: Contents of files to write, by name.
             written: Files that are in the prepared folder already.
-
-        Returns:
-            The folder of the checkpoint.
         """
         path = self.folder / f"step-{progress.step:08d}"
         aside = self.folder / f"{UNFINISHED}{path.name}"
-        contents = {**files, PROGRESS: json.dumps(asdict(progress)).encode()}
-        entries = {**(written or {}), **{name: entry_of(content) for name, content in contents.items()}}
-        contents[MANIFEST] = manifest_bytes(entries)
+        entries = {**(written or {}), **{name: entry_of(content) for name, content in files.items()}}
+        contents = {**files, MANIFEST: manifest_bytes(progress, entries)}
         try:
             with disk_full_errors(path):
                 for name, content in contents.items():
@@ -164,14 +156,8 @@ class CheckpointFolder:
         if not path.is_dir():
             # The run resumes from a checkpoint in another folder.
             return
-        content = asdict(progress)
-        result = json.dumps({name: content[name] for name in EVALUATION_FIELDS}).encode()
-        entries = {name: entry for name, entry in read_manifest(path).items() if name != EVALUATION}
-        with disk_full_errors(path):
-            # A kill in between leaves an evaluation that is not in the manifest: it will be repeated.
-            atomic_write_bytes(path / MANIFEST, manifest_bytes(entries))
-            write_bytes(path / EVALUATION, result)
-            atomic_write_bytes(path / MANIFEST, manifest_bytes({**entries, EVALUATION: entry_of(result)}))
+        # A kill before this leaves the progress without the evaluation, which will be repeated.
+        atomic_write_bytes(path / MANIFEST, manifest_bytes(progress, read_manifest(path)[1]))
         self.mark_best(progress)
         self._prune(path)
 
@@ -218,10 +204,7 @@ class CheckpointFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def newest_good(self) -> Path | None:
-        """Return the newest checkpoint that is complete; damaged ones are skipped with a warning.
-
-        Returns:
-            Its folder; None if there is no checkpoint at all.
+        """Return the newest checkpoint that is not damaged, with a warning for each newer one; None if there is none.
 
         Raises:
             ValueError: There are checkpoints, and all of them are damaged.
@@ -238,7 +221,7 @@ class CheckpointFolder:
             return None
         listed = "; ".join(f"{path.name}: {reason}" for path, reason in problems.items())
         remedies = ["restore one", "start over with --run.resume never, which keeps this run under another name"]
-        if weights := next(filter(None, map(undamaged_weights, problems)), None):
+        if weights := next(filter(None, map(_undamaged_weights, problems)), None):
             remedies.append(f"train from weights alone with --model.checkpoint {weights} and another --run.output")
         raise ValueError(
             f"every checkpoint in {self.folder} is damaged ({listed}), and all of them were kept: "
@@ -251,52 +234,57 @@ def entry_of(content: bytes) -> FileEntry:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def sha256_of(stream: BinaryIO) -> str:
+def sha256_of(stream: Any) -> str:
     """Return the hash of an open file."""
-    # typeshed asks for more than file_digest needs.
-    return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+    return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def manifest_bytes(entries: Mapping[str, FileEntry]) -> bytes:
+def manifest_bytes(progress: Progress, files: Mapping[str, FileEntry]) -> bytes:
     """Return the content of a manifest."""
-    return json.dumps({"format": FORMAT, "files": dict(sorted(entries.items()))}).encode()
+    content = {"format": FORMAT, "progress": asdict(progress), "files": dict(sorted(files.items()))}
+    return json.dumps({**content, "sha256": entry_of(json.dumps(content).encode())["sha256"]}).encode()
 
 
-def read_manifest(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of a checkpoint's files, by name.
+def read_manifest(path: Path) -> tuple[Progress, dict[str, FileEntry]]:
+    """Return the progress of the run at a checkpoint, and the entries of the checkpoint's files by name.
 
     Raises:
         ValueError: There is no manifest, or it is not valid.
     """
     content = _read_json(path / MANIFEST)
-    problem = ValueError(f"{MANIFEST} has changed since it was written")
-    if not isinstance(content, dict) or content.keys() != {"format", "files"} or not isinstance(content["files"], dict):
-        raise problem
+    changed = f"{MANIFEST} has changed since it was written"
+    require(isinstance(content, dict) and content.keys() == {"format", "progress", "files", "sha256"}, changed)
     if content["format"] != FORMAT or isinstance(content["format"], bool):
         raise ValueError(f"{MANIFEST} is of format {content['format']!r:.20}, and this version reads {FORMAT}")
-    entries: dict[str, FileEntry] = content["files"]
-    for name, entry in entries.items():
-        known = name in (PROGRESS, EVALUATION, STATE) or TENSOR_FILE.fullmatch(name)
-        if not known or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-            raise problem
-        if type(entry["bytes"]) is not int or not re.fullmatch("[0-9a-f]{64}", str(entry["sha256"])):
-            raise problem
-    if PROGRESS not in entries or STATE not in entries:
-        raise problem
-    return entries
+    files, values = content["files"], content["progress"]
+    require(isinstance(files, dict) and STATE in files, changed)
+    for name, entry in files.items():
+        require(name == STATE or TENSOR_FILE.fullmatch(name) is not None, changed)
+        require(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}, changed)
+        require(type(entry["bytes"]) is int and isinstance(entry["sha256"], str), changed)
+    require(isinstance(content["sha256"], str), changed)
+    require(isinstance(values, dict) and values.keys() == asdict(Progress()).keys(), changed)
+    try:
+        progress = Progress(**values)
+    except ValueError as error:
+        raise ValueError(f"{changed} ({error})") from None
+    require(manifest_bytes(progress, files) == json.dumps(content).encode(), changed)
+    name = path.resolve().name
+    if CHECKPOINT_NAME.fullmatch(name) and int(name.removeprefix("step-")) != progress.step:
+        raise ValueError(f"{MANIFEST} is of step {progress.step}, but its folder is {name}")
+    return progress, files
 
 
 def find_damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint; None if its files are as they were written."""
     try:
-        entries = read_manifest(path)
+        _, entries = read_manifest(path)
         for file in path.iterdir():
             if file.suffix == ".safetensors" and file.name not in entries:
                 return f"{file.name} is not in {MANIFEST}"
         for name, entry in entries.items():
             if problem := _find_file_damage(path / name, entry):
                 return problem
-        read_progress(path)
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -319,10 +307,10 @@ def _find_file_damage(file: Path, entry: FileEntry) -> str | None:
     return f"{file.name} has changed since it was written"
 
 
-def undamaged_weights(path: Path) -> Path | None:
+def _undamaged_weights(path: Path) -> Path | None:
     """Return the weights file of a damaged checkpoint, if that file itself is not damaged."""
     try:
-        entries = read_manifest(path)
+        _, entries = read_manifest(path)
     except (ValueError, OSError):
         return None
     for name in ("ema.safetensors", "model.safetensors"):
@@ -331,43 +319,8 @@ def undamaged_weights(path: Path) -> Path | None:
     return None
 
 
-def read_progress(path: Path) -> Progress:
-    """Read the progress of the run at a checkpoint.
-
-    Raises:
-        ValueError: The file is not valid.
-    """
-    content = _read_json(path / PROGRESS)
-    progress = _to_progress(content, PROGRESS)
-    name = path.resolve().name
-    if CHECKPOINT_NAME.fullmatch(name) and int(name.removeprefix("step-")) != progress.step:
-        raise ValueError(f"{PROGRESS} is of step {progress.step}, but its folder is {name}")
-    if EVALUATION not in read_manifest(path):
-        # The run ended before or during the evaluation, which will be repeated.
-        return progress
-    evaluation = _read_json(path / EVALUATION)
-    if not isinstance(evaluation, dict) or evaluation.keys() != set(EVALUATION_FIELDS):
-        raise ValueError(f"{EVALUATION} should have the fields {', '.join(EVALUATION_FIELDS)} and no others")
-    return _to_progress({**content, **evaluation}, EVALUATION)
-
-
-def _to_progress(content: Any, file: str) -> Progress:
-    """Return the parsed content of a file as a Progress."""
-    expected = asdict(Progress())
-    if not isinstance(content, dict) or content.keys() != expected.keys():
-        raise ValueError(f"{file} should have the fields {', '.join(expected)} and no others")
-    try:
-        return Progress(**content)
-    except ValueError as error:
-        raise ValueError(f"{file} has changed since it was written ({error})") from None
-
-
 def _read_json(file: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: It is missing, not a regular file, or not valid.
-    """
+    """Read a JSON file; ValueError if it is missing, not a regular file, or not valid."""
     try:
         return read_json(file)
     except FileNotFoundError:
@@ -384,11 +337,7 @@ def pack_weights(weights: Mapping[str, Tensor]) -> bytes:
 
 
 def read_weights(path: Path, name: str) -> dict[str, Tensor]:
-    """Read the tensors of one file of a checkpoint.
-
-    Args:
-        path: The checkpoint.
-        name: model, ema or optimizer.
+    """Read the tensors of one file of a checkpoint: model, ema or optimizer.
 
     Raises:
         ValueError: There is no such file, or it is not valid.
@@ -446,11 +395,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def archive_folder(folder: Path) -> Path:
-    """Rename a folder to NAME.1, NAME.2, …, so that a run can start over and nothing is lost.
-
-    Returns:
-        Its new path.
-    """
+    """Rename a folder to NAME.1, NAME.2, …, so that a run can start over and nothing is lost; returns its new path."""
     numbers = (number for number in range(1, 10_000) if not os.path.lexists(f"{folder}.{number}"))
     target = folder.with_name(f"{folder.name}.{next(numbers)}")
     os.rename(folder, target)

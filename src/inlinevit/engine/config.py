@@ -177,37 +177,6 @@ class RunConfig:
 
 
 @dataclass
-class SplitDataConfig:
-    """Data of dense tasks, which come in splits and are evaluated one image at a time; a task adds defaults."""
-
-    path: str
-    """The folder of the data."""
-    train_split: str
-    """The split to train on."""
-    eval_split: str
-    """The split to evaluate on."""
-    max_train_samples: int | None = None
-    """Train on this many images, the first of the split; null = all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many images, the first of the split; null = all."""
-    batch_size: int = 2
-    """Images in a batch of one process. Evaluation takes one image at a time."""
-    workers: int = 2
-    """Processes that read images, for each training process; 0 = the training process itself."""
-
-    def __post_init__(self) -> None:
-        images = Range(1, MOST_IMAGES)
-        check_fields(
-            self,
-            "data",
-            max_train_samples=images,
-            max_eval_samples=images,
-            batch_size=images,
-            workers=Range(0, MOST_WORKERS),
-        )
-
-
-@dataclass
 class DataOptions:
     """Data to evaluate on, where they differ from those of the training run."""
 
@@ -226,30 +195,13 @@ class DataOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def applied_to(self, run: Any, default: Any) -> Any:
-        """Return the data config of a run with these options in place of its own; its checks refuse bad values.
+        """Return the data config of a run, or a default if there is no run or the options name other data, with these.
 
-        Args:
-            run: The data config of the run; None = there is no run.
-            default: Applies instead without a run, or if the options name other data.
+        The checks of the config refuse bad values.
         """
         overrides = self.overrides()
         is_elsewhere = run is None or bool(overrides.keys() & set(self.source_fields))
         return replace(default if is_elsewhere else run, **overrides)
-
-
-@dataclass
-class SplitDataOptions(DataOptions):
-    """Data to evaluate on, where they differ from those of the training run."""
-
-    max_eval_samples: int | Literal["all"] | None = None
-    """Evaluate on the first images of the split, or on all of them; null = as in the run."""
-
-    def overrides(self) -> dict[str, Any]:
-        """See DataOptions.overrides."""
-        return {
-            name: None if value == "all" and name == "max_eval_samples" else value
-            for name, value in super().overrides().items()
-        }
 
 
 @dataclass(kw_only=True)
@@ -324,19 +276,13 @@ BATCH_SETTINGS = ("data.batch_size", "run.grad_accum_steps")
 
 def to_plain(config: Any) -> dict[str, Any]:
     """Return a configuration as dicts, lists, numbers and strings, for YAML and JSON."""
-    return asdict(config, dict_factory=lambda pairs: {name: _plain(value) for name, value in pairs})
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return asdict(
+        config, dict_factory=lambda fields: {name: list(v) if isinstance(v, tuple) else v for name, v in fields}
+    )
 
 
 def config_from_dict(kind: type[AnyConfig], values: Any) -> AnyConfig:
-    """Return a configuration with these values, parsed as recipes and options are.
-
-    Args:
-        kind: Its dataclass; fields may be dataclasses themselves.
-        values: Its fields by name, as they come out of a file; those that are missing keep their defaults.
+    """Return a configuration with values that come out of a file, parsed as recipes and options are.
 
     Raises:
         ValueError: A field is unknown, or its value is not valid; the message is one sentence without the file.

@@ -127,12 +127,9 @@ def evaluate_model(
         model: In evaluation mode, on the device. It is the bare model: DistributedDataParallel would wait for processes
             that have fewer batches.
         evaluator: Data and metrics.
-        accelerator: The processes; all of them call this, and get the same result.
+        accelerator: The processes; all of them call this, and get the same Evaluation.
         device: Where to compute; None = the accelerator's device.
         show_progress: Show a progress bar.
-
-    Returns:
-        The Evaluation that the evaluator computes.
     """
     device = accelerator.device if device is None else device
     batches = evaluator.loader(accelerator.process_index, accelerator.num_processes)
@@ -148,13 +145,7 @@ def evaluate_model(
 
 
 def eval_command(task: type["Task"], model: str | None, options: EvalOptions) -> None:
-    """Run `eval`: print tables and write evaluation.json, per_class.csv and the task's further files.
-
-    Args:
-        task: The task.
-        model: The folder of a training run, or a name if the task accepts one.
-        options: The task's options.
-    """
+    """Run `eval`: print tables and write evaluation.json, per_class.csv and the task's further files."""
     run = task.find_run(model, options)
     accelerator = make_accelerator(options.precision)
     require(
@@ -187,13 +178,7 @@ def eval_command(task: type["Task"], model: str | None, options: EvalOptions) ->
 
 
 def save_evaluation(evaluation: Evaluation, facts: dict[str, Any], folder: Path) -> None:
-    """Write evaluation.json, per_class.csv and the task's further files.
-
-    Args:
-        evaluation: The evaluation.
-        facts: What was evaluated, for evaluation.json.
-        folder: Where the files go; it exists.
-    """
+    """Write evaluation.json with the facts of what was evaluated, per_class.csv and the task's further files."""
     numbers, rows = finite(evaluation.numbers()), evaluation.per_class()
     content = {**facts, **numbers, "images": evaluation.images, "per_class": rows, **evaluation.details()}
     atomic_write_bytes(folder / EVALUATION_JSON, json.dumps(content).encode())

@@ -40,11 +40,7 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock.
-
-        Raises:
-            ValueError: Another process, or another run of this one, holds it.
-        """
+        """Take the lock; ValueError if another process, or another run of this one, holds it."""
         status = os.stat(self.file.parent)
         self.key = status.st_dev, status.st_ino
         if self.key in _HELD:
@@ -98,11 +94,7 @@ class RunLock:
             stream.close()
 
     def release(self, folder: Path | None = None) -> None:
-        """Release the lock, and remove its file.
-
-        Args:
-            folder: Where the file is, if its folder was renamed.
-        """
+        """Release the lock, and remove its file, which is in `folder` if the folder of the run was renamed."""
         if self.stream is not None:
             (self.file if folder is None else folder / RUN_LOCK).unlink(missing_ok=True)
             self.stream.close()

@@ -5,11 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..utils.atomic import is_stream
-from .checkpoints import MANIFEST, PROGRESS
+from ..utils.validation import require
+from .checkpoints import MANIFEST, STATE
 from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_FILES, metadata_files
 
 # What commands call the option that says where results go.
 OPTION = "--output"
+EMPTY = f"{OPTION} is empty: name where the results should go, or leave it out"
 
 
 def check_output_file(output: str, inputs: Iterable[str | Path]) -> Path:
@@ -22,7 +24,7 @@ def check_output_file(output: str, inputs: Iterable[str | Path]) -> Path:
     Returns:
         The path of the file.
     """
-    _require_name(output)
+    require(bool(output.strip()), EMPTY)
     path = Path(output)
     if is_stream(path):
         return path
@@ -52,7 +54,7 @@ def check_output_folder(
     Returns:
         The path of the folder.
     """
-    _require_name(output)
+    require(bool(output.strip()), EMPTY)
     folder = Path(output)
     _require_makeable(folder)
     for images in image_folders:
@@ -68,21 +70,10 @@ def check_output_folder(
 
 
 def check_run_output(output: str, inputs: Iterable[str | Path], metadata: Iterable[str] = ()) -> None:
-    """Refuse the folder of a training run, if what the run leaves there would replace what it reads.
-
-    Args:
-        output: The folder.
-        inputs: Files that are read, such as the weights that the run starts from.
-        metadata: Names of the task's files in the folder.
-    """
+    """Refuse the folder of a training run, if the files of the run and of its task would replace what it reads."""
     known = _identities(inputs)
     for name in (*RUN_FILES, *metadata):
         _require_no_input(Path(output) / name, known)
-
-
-def _require_name(output: str) -> None:
-    if not output.strip():
-        raise ValueError(f"{OPTION} is empty: name where the results should go, or leave it out")
 
 
 def _require_makeable(folder: Path) -> None:
@@ -100,12 +91,8 @@ def _require_makeable(folder: Path) -> None:
 
 def _identities(files: Iterable[str | Path]) -> dict[tuple[int, int], str]:
     """Files by what tells them from all others, whatever they are called and however often they are linked to."""
-    found: dict[tuple[int, int], str] = {}
-    for file in files:
-        if os.path.isfile(file):
-            status = os.stat(file)
-            found[status.st_dev, status.st_ino] = os.fspath(file)
-    return found
+    found = {file: os.stat(file) for file in files if os.path.isfile(file)}
+    return {(status.st_dev, status.st_ino): os.fspath(file) for file, status in found.items()}
 
 
 def _require_no_input(path: Path, inputs: dict[tuple[int, int], str]) -> None:
@@ -123,7 +110,7 @@ def _require_no_run_file(path: Path) -> None:
     """Refuse a path that belongs to a training run or to one of its checkpoints."""
     folder = Path(os.path.realpath(path.parent))
     for one in (folder, *folder.parents):
-        is_checkpoint = (one / MANIFEST).is_file() and (one / PROGRESS).is_file()
+        is_checkpoint = (one / MANIFEST).is_file() and (one / STATE).is_file()
         holds_checkpoints = one.name == RUN_CHECKPOINTS and (one.parent / RUN_CONFIG).is_file()
         is_run_file = one == folder and (one / RUN_CONFIG).is_file() and path.name in (*RUN_FILES, *metadata_files(one))
         if is_checkpoint or holds_checkpoints or is_run_file:

@@ -68,12 +68,7 @@ class Predictor(ABC, Generic[Result]):
 
     @abstractmethod
     def make_evaluator(self, data: EvalData, options: Any) -> Evaluator:
-        """Return the evaluator of this model on some data; refuse data that it is not made for.
-
-        Args:
-            data: The data.
-            options: The task's EvalOptions.
-        """
+        """Return the evaluator of this model on some data, with the options of `eval`; refuse data that do not fit."""
 
     def description(self, options: Any) -> str:
         """Return what is evaluated, for the title of tables."""
@@ -114,13 +109,7 @@ class DrawingPredictor(Predictor[Result]):
 
 
 def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
-    """Read images one after the other; those that cannot be used have an error.
-
-    Args:
-        files: The images.
-        mode: Pillow's name of the colour mode to convert them to.
-        max_pixels: Images with more pixels are refused; None = Pillow's limit.
-    """
+    """Read images one after the other; those that cannot be used have an error. See Predictor for the arguments."""
     for index in range(len(files)):
         name = files.name(index)
         try:
@@ -139,14 +128,7 @@ def predict(
     options: CommandOptions,
     device: torch.device | str | None = None,
 ) -> Iterator[Prediction[Result]]:
-    """Predict images one after the other, as they are read.
-
-    Args:
-        predictor: The model; it is moved to the device.
-        files: The images.
-        options: The task's options.
-        device: Where to compute; None = what the options say, or the best device there is.
-    """
+    """Predict images one after the other, as they are read, on a device or, if it is None, on that of the options."""
     chosen = resolve_device(options.device) if device is None else torch.device(device)
     batch_size = options.batch_size if isinstance(options, ClassPredictOptions) else 1
     predictor.check_memory(min(batch_size, len(files)))
@@ -164,13 +146,7 @@ def predict(
 
 
 def predict_command(task: type["Task"], model: str, images: Sequence[str], options: CommandOptions) -> int:
-    """Predict images, and print or draw the results.
-
-    Args:
-        task: The task.
-        model: The folder of a training run, or a name if the task accepts one.
-        images: Images, folders of them, or glob patterns.
-        options: The task's options.
+    """Run `predict`: print the results, or draw them.
 
     Returns:
         The exit code: 1 if an image could not be used, else 0.

@@ -48,12 +48,7 @@ def make_table(rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def class_rows(names: Sequence[str], scores: Mapping[str, Sequence[float]]) -> list[dict[str, str]]:
-    """Return the rows of a table of classes: all of them or, if there are many, the worst and the best.
-
-    Args:
-        names: The classes.
-        scores: Shares by heading, one for each class; classes are ranked by the first heading.
-    """
+    """Return the rows of a table of classes: all or, if there are many, the worst and the best by the first heading."""
     if len(names) <= MOST_LISTED:
         columns = zip(names, *scores.values(), strict=True)
         return [

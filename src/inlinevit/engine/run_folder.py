@@ -52,11 +52,7 @@ class RunFolder:
         self.resume_path = run_on_main(accelerator, self._find_checkpoint)
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from, if there is one; nothing is changed.
-
-        Raises:
-            ValueError: The folder is in use, is not that of a run, or cannot be resumed.
-        """
+        """Return the checkpoint to resume from, if there is one; nothing is changed."""
         if not self.path.is_dir():
             return self._choose_checkpoint()
         check_lock_file(self.path)
@@ -166,12 +162,7 @@ class RunFolder:
         run_on_main(self.accelerator, lambda: self.checkpoints.save_evaluation(progress))
 
     def write_results(self, progress: Progress, model: nn.Module) -> None:
-        """Write the final weights and the results of the last evaluation.
-
-        Args:
-            progress: How far the run has come.
-            model: The model to export.
-        """
+        """Write the final weights and the results of the last evaluation."""
         weights = get_weights(model)
         if self.accelerator.is_main_process:
             atomic_write_bytes(self.path / RUN_WEIGHTS, pack_weights(weights))

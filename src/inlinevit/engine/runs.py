@@ -66,12 +66,7 @@ def check_lock_file(folder: Path) -> None:
 
 
 def check_free_folder(folder: Path, metadata: Iterable[str]) -> None:
-    """Refuse a folder in which a run that starts would replace files that are not those of a run.
-
-    Args:
-        folder: The folder.
-        metadata: Names of the files that the task adds.
-    """
+    """Refuse a folder in which a new run and its task's files would replace files that are not those of a run."""
     taken = [name for name in (*RUN_FILES, *metadata, RUN_CHECKPOINTS) if os.path.lexists(folder / name)]
     if taken and not is_run(folder):
         raise ValueError(
@@ -119,11 +114,7 @@ def has_config(folder: str) -> bool:
 
 
 def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
-    """Open a training run.
-
-    Args:
-        config_class: The task's configuration.
-        folder: The folder of the run.
+    """Open the folder of a training run, which has a configuration of this class.
 
     Raises:
         FileNotFoundError: There is no run.
@@ -224,7 +215,7 @@ def _merged(checkpoint: Path) -> Path:
     if not file.is_file() or file.stat().st_mtime < (checkpoint / MANIFEST).stat().st_mtime:
         layout = {name: value for name, value in shard_layout(checkpoint).items() if name.startswith("model.")}
         tensors = {name: torch.empty_like(value, device="cpu") for name, value in layout.items()}
-        read_shards(checkpoint, tensors, prefix="model.")
+        read_shards(checkpoint, tensors)
         weights = {name.removeprefix("model."): value for name, value in tensors.items()}
         atomic_write_bytes(file, pack_weights(weights))
     return file

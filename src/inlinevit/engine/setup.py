@@ -46,12 +46,7 @@ def join_restarted_job() -> None:
 
 
 def make_accelerator(precision: str, **options: Any) -> Accelerator:
-    """Return an accelerator for one process or many, as launched.
-
-    Args:
-        precision: "no", "bf16" or "fp16".
-        **options: Further arguments of accelerate's Accelerator.
-    """
+    """Return an accelerator for one process or many, as launched, with these arguments of accelerate's Accelerator."""
     join_restarted_job()
     # Precision is shared by all accelerators of a process; a second run may want another one than the first.
     AcceleratorState._reset_state()
@@ -83,11 +78,7 @@ def check_precision(option: str, precision: str, device: torch.device) -> None:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device of a command that does not train.
-
-    Args:
-        name: Its name, such as cpu or cuda; None = the best there is.
-    """
+    """Return the device that `--device` names, such as cpu or cuda; None = the best there is."""
     if name is None:
         return PartialState().device
     try:
@@ -121,11 +112,7 @@ def convert_batch_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without memory for its weights; some of timm's cannot be built so, and get their weights.
-
-    Args:
-        build: Builds the model on torch's default device.
-    """
+    """Build a model without memory for its weights; some of timm's cannot be built so, and get their weights."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             # Weights that are loaded have no effect here: they come from the main process.
@@ -138,12 +125,8 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard the parameters of a model over the processes, block by block, in place.
 
-    Each process gets memory for its shards only. Their values, and those of buffers, are those of the main process.
-    Our blocks, and nearly all of timm's, are of classes called …Block.
-
-    Args:
-        model: The model; only in the main process its weights matter, elsewhere it may be on the meta device.
-        accelerator: The processes.
+    Each process gets memory for its shards only. Their values, and those of buffers, are those of the main process;
+    elsewhere, the model may be on the meta device. Our blocks, and nearly all of timm's, are of classes called …Block.
     """
     blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
     require(len(blocks) > 0, f"run.fsdp finds no blocks to shard by in {type(model).__name__}: train it without")

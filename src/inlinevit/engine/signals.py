@@ -39,15 +39,10 @@ class StopRequest:
         if number == signal.SIGINT == self.signal_number:
             raise KeyboardInterrupt
         if number == signal.SIGTERM == self.signal_number and time.monotonic() - self.time > REPEATED_SIGNAL:
-            end_at_once()
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.signal_number is None:
             self.time = time.monotonic()
         self.signal_number = number
-
-
-def end_at_once() -> None:
-    """End this process and its data workers, as SIGTERM does by default."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)

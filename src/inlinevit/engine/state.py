@@ -62,12 +62,7 @@ def get_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_weights(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse weights that are not those of a model.
-
-    Args:
-        own: The model's, by name.
-        given: Tensors, or whatever has a shape and a dtype.
-    """
+    """Refuse weights that are not those of a model, by name; only their shapes and types matter."""
     for name in sorted(own.keys() | given.keys()):
         ours, theirs = own.get(name), given.get(name)
         if theirs is None:
@@ -111,14 +106,7 @@ def _copied(weights: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def pack(model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> dict[str, bytes]:
-    """Return the files of a checkpoint of a model that is not sharded.
-
-    Args:
-        model: The model.
-        ema: The model with averaged weights, if there is one.
-        optimizer: The model's optimizer, as accelerate has prepared it.
-        accelerator: The processes.
-    """
+    """Return the files of a checkpoint of a model that is not sharded; arguments as for RunFolder.begin."""
     models = {"model": model} if ema is None else {"model": model, "ema": ema}
     weights = {f"{name}.safetensors": pack_weights(get_weights(module)) for name, module in models.items()}
     return {**weights, **pack_state(_with_scaler(optimizer.optimizer.state_dict(), accelerator))}
@@ -229,16 +217,10 @@ def save_shards(
 ) -> tuple[dict[str, FileEntry], dict[str, bytes]]:
     """Write this process's part of a sharded model and of its optimizer's state; every process must call this.
 
-    Args:
-        folder: Where to write.
-        model: The sharded model.
-        optimizer: Its optimizer, as accelerate has prepared it.
-        accelerator: The processes.
-
     Returns:
         The file that was written, and the files, not yet written, with what is the same in all processes.
     """
-    tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
+    tensors, values = _split(model, optimizer)
     try:
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:
@@ -254,52 +236,44 @@ def save_shards(
     return entries, pack_state(_with_scaler(values, accelerator))
 
 
-def _optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return the state of an optimizer by parameter names; an optimizer without state takes a step first."""
-    return get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
+def _split(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a model and its optimizer, named "model.…" and "optimizer.…", and the optimizer's values.
 
-
-def _split(weights: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split into tensors, named "model.…" and "optimizer.…", and the values of the optimizer's state that are none."""
-    tensors = {f"model.{name}": value for name, value in weights.items()}
+    An optimizer without a state takes a step first.
+    """
+    weights = get_model_state_dict(model, options=SHARDED)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
+    tensors: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
     tensors |= {f"optimizer.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
 
 def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
     """Load what save_shards has written, on any number of processes."""
-    tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
+    tensors, values = _split(model, optimizer)
     values = _read_like(path, values, accelerator)
+    check_weights(tensors, shard_layout(path))
     read_shards(path, tensors)
-    try:
-        for name, value in tensors.items():
-            if name.startswith("optimizer."):
-                _check_step(name, value)
-    except ValueError as error:
-        raise _mismatch(path, error) from None
     weights, states = (
         {name.removeprefix(prefix): cast(Any, value) for name, value in tensors.items() if name.startswith(prefix)}
         for prefix in ("model.", "optimizer.")
     )
+    try:
+        for name, value in states.items():
+            _check_step(name, value)
+    except ValueError as error:
+        raise _mismatch(path, error) from None
     set_model_state_dict(model, weights, options=SHARDED)
     set_optimizer_state_dict(model, optimizer.optimizer, states | values, options=SHARDED)
 
 
-def read_shards(path: Path, tensors: dict[str, Tensor], *, prefix: str = "") -> None:
-    """Read tensors of a sharded checkpoint in place.
-
-    Args:
-        path: The checkpoint.
-        tensors: All of them, by name; sharded or not.
-        prefix: Those whose names begin otherwise are not expected.
-    """
-    reader = HuggingFaceStorageReader(str(path))
-    stored = {name: shape for name, shape in shard_layout(path).items() if name.startswith(prefix)}
-    check_weights(tensors, stored)
+def read_shards(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read tensors of a sharded checkpoint in place; they have the names and shapes of its shard_layout()."""
     try:
         with warnings.catch_warnings():
             # Reading in a single process is what is wanted there.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            reader = HuggingFaceStorageReader(str(path))
             dcp.load(dict[str, Any](tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
     # Files that were edited fail in many ways.
     except (CheckpointException, Exception) as error:
@@ -316,19 +290,15 @@ def shard_layout(path: Path) -> dict[str, Tensor]:
     """
     try:
         stored: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-        problem = next((name for name, tensor in stored.items() if not _is_covered(tensor)), None)
+        sizes = {name: sum(math.prod(chunk.sizes) for chunk in tensor.chunks) for name, tensor in stored.items()}
     # safetensors raises errors of its own, and headers can hold anything.
     except Exception as error:
         raise ValueError(
             f"the shards of checkpoint {path} are not valid ({str(error)[:200]}): choose another"
         ) from None
-    if problem is not None:
-        raise ValueError(f"checkpoint {path} lacks a part of {problem[:100]}: resume from another one")
+    for name, tensor in stored.items():
+        if sizes[name] != math.prod(tensor.size):
+            raise ValueError(f"checkpoint {path} lacks a part of {name[:100]}: resume from another one")
     return {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta") for name, tensor in stored.items()
     }
-
-
-def _is_covered(stored: Any) -> bool:
-    """Whether the chunks of a tensor are as many values as it has."""
-    return sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(stored.size)

@@ -32,9 +32,6 @@ from .runs import Run, open_run, task_of
 class Task(ABC):
     """A task: dataset, model, loss and metrics.
 
-    The Trainer uses the attributes and the methods of an instance; the commands `eval` and `predict` use the class
-    methods.
-
     Args:
         config: The run; its `data` has batch_size and workers.
     """
@@ -97,22 +94,16 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def open_eval_data(cls, config: Any, run: Run | None, options: Any) -> EvalData:
-        """Open the data that `eval` evaluates on.
-
-        Args:
-            config: The task's data config, with the options of the command line.
-            run: The run that is evaluated, if it is one.
-            options: The task's EvalOptions.
-        """
+        """Open the data that `eval` evaluates on: those of a data config, with the labels of the run if any."""
 
     @classmethod
     @abstractmethod
     def load_predictor(cls, model: str | None, options: Any) -> Predictor[Any]:
-        """Load a model with its weights, on the CPU and in evaluation mode.
+        """Load a model with its weights, on the CPU and in evaluation mode, for `eval` or `predict`.
 
         Args:
             model: The folder of a run, or a name if the task accepts one.
-            options: The task's EvalOptions or PredictOptions.
+            options: The options of the command.
         """
 
     @classmethod

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..data.batch_plan import BatchPlan
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
-from .checkpoints import Progress, read_progress
+from .checkpoints import Progress, read_manifest
 from .config import TrainConfig
 from .distributed import run_local_main_first
 from .errors import Diverged, Stopped
@@ -54,25 +54,20 @@ class Trainer:
             model = convert_batch_norms(model, self.accelerator)
         if run.grad_checkpointing:
             enable_grad_checkpointing(model)
-        configured = BatchPlan.initial(
+        plan = BatchPlan.initial(
             task.batch_size,
             process=self.accelerator.process_index,
             processes=self.accelerator.num_processes,
             grad_accum_steps=run.grad_accum_steps,
             workers=task.workers,
         )
-        if self.folder.resume_path is None:
-            self.plan = configured
-            self.progress = Progress(
-                total_batch=configured.total_batch,
-                processes=configured.processes,
-                batch_size=configured.batch_size,
-                workers=configured.workers,
-            )
-        else:
-            self.progress = read_progress(self.folder.resume_path)
-            self.plan = configured.resumed(self.progress, task.batch_multiple)
-        self.is_same_batch = configured.total_batch == self.progress.total_batch
+        self.progress = Progress(
+            total_batch=plan.total_batch, processes=plan.processes, batch_size=plan.batch_size, workers=plan.workers
+        )
+        if self.folder.resume_path is not None:
+            self.progress, _ = read_manifest(self.folder.resume_path)
+        self.is_same_batch = plan.total_batch == self.progress.total_batch
+        self.plan = plan.resumed(self.progress, task.batch_multiple)
         self.accelerator.gradient_accumulation_steps = self.plan.grad_accum_steps
         self.total_batch = self.plan.total_batch
         self.data = task.train_loader(self.plan)
@@ -109,10 +104,9 @@ class Trainer:
 
     def check_progress(self) -> None:
         """Refuse a checkpoint of another training run."""
-        path, before, now = self.folder.resume_path, self.progress.steps_per_epoch, self.steps_per_epoch
-        if path is None:
-            self.progress.steps_per_epoch = now
-            return
+        path, now = self.folder.resume_path, self.steps_per_epoch
+        before = self.progress.steps_per_epoch if path is not None else now
+        self.progress.steps_per_epoch = now
         require(
             before == now,
             f"{path} has {before} steps in an epoch and this run {now}: use the training data it was written with",
@@ -194,11 +188,7 @@ class Trainer:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def train_step(self, step: int, batches: Iterator[Any]) -> Tensor:
-        """Update the weights once. The host does not wait for the device.
-
-        Args:
-            step: The step, counted from 0.
-            batches: Where the batches of the step come from.
+        """Update the weights once, in a step counted from 0. The host does not wait for the device.
 
         Returns:
             On the device: the loss of each accumulated batch, then the norm of the gradients, (grad_accum_steps + 1,).
@@ -239,7 +229,7 @@ class Trainer:
 
         Args:
             log: Where losses go.
-            wait: Whether to read the losses up to this step, and to wait for them.
+            wait: Whether to read the losses up to this step now.
 
         Returns:
             Whether to stop, and whether to save because of the time; the same in all processes.

@@ -8,8 +8,6 @@ from ...engine.config import (
     EvalOptions,
     OptimizerConfig,
     ScheduleConfig,
-    SplitDataConfig,
-    SplitDataOptions,
     TrainConfig,
 )
 from ...utils.validation import (
@@ -21,7 +19,7 @@ from ...utils.validation import (
     check_value,
     require,
 )
-from ..backbone_config import BackboneConfig, refuse_layer_decay
+from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
 
 
 @dataclass

@@ -8,12 +8,10 @@ from ...engine.config import (
     EvalOptions,
     OptimizerConfig,
     ScheduleConfig,
-    SplitDataConfig,
-    SplitDataOptions,
     TrainConfig,
 )
 from ...utils.validation import MOST_PIXELS, check_fields, require
-from ..backbone_config import BackboneConfig, refuse_layer_decay
+from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
 
 # Factors that images are scaled by are not larger.
 MOST_SCALE = 100
