@@ -10,8 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from ..utils.files import open_regular
-
 RUN_LOCK = ".lock"
 # Locked folders, by device and inode: fcntl's locks do not exclude runs of the same process from each other.
 _HELD: set[tuple[int, int]] = set()
@@ -25,10 +23,11 @@ class RunLock:
 
     Args:
         folder: The folder of the run; it exists.
+        is_run: Whether a run has used the folder before; otherwise, the lock file of another program is not replaced.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / RUN_LOCK
+    def __init__(self, folder: Path, is_run: bool = True) -> None:
+        self.file, self.is_run = folder / RUN_LOCK, is_run
         self.stream: IO[bytes] | None = None
         self.key = (0, 0)
 
@@ -50,6 +49,11 @@ class RunLock:
             )
         stream = self._open()
         former = _read_owner(stream)
+        if former is not None and not self.is_run and not {"host", "pid"} <= former.keys():
+            stream.close()
+            raise ValueError(
+                f"{self.file} is not the lock of a training run and would be replaced: choose another --run.output"
+            )
         stream.seek(0)
         stream.truncate()
         own = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now().isoformat(timespec="seconds")}
@@ -100,17 +104,6 @@ class RunLock:
             self.stream.close()
             self.stream = None
             _HELD.discard(self.key)
-
-
-def is_foreign_lock(folder: Path) -> bool:
-    """Whether a folder has a lock file that says something, but not which process has written it."""
-    try:
-        with open_regular(folder / RUN_LOCK) as stream:
-            owner = _read_owner(stream)
-    except OSError:
-        # There is none, or taking the lock tells what is wrong with it.
-        return False
-    return owner is not None and not {"host", "pid"} <= owner.keys()
 
 
 def _read_owner(stream: IO[bytes]) -> dict[str, Any] | None:

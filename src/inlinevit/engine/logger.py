@@ -22,11 +22,7 @@ EVALUATION_PREFIX = "eval_"
 class RunLogger:
     """Writes and shows the progress of a run; only the main process does.
 
-    Args:
-        config: The run's configuration.
-        accelerator: Its processes.
-        progress: How far the run has come. It has the sum of losses, so that checkpoints contain it.
-        total_steps: Steps to the end.
+    The progress has the sum of losses since the last line, so that checkpoints contain it.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: RunProgress, total_steps: int) -> None:

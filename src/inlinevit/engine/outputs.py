@@ -15,14 +15,11 @@ EMPTY = f"{OPTION} is empty: name where the results should go, or leave it out"
 
 
 def check_output_file(output: str, inputs: Iterable[str | Path]) -> Path:
-    """Refuse a file that results must not be written to. Nothing on the disk is changed.
+    """Return the path of a file for results; refuse one that must not be written to. Nothing on the disk is changed.
 
     Args:
         output: Where the results are to go; pipes and devices, such as /dev/stdout, are good.
         inputs: Files that are read; those that do not exist do no harm.
-
-    Returns:
-        The path of the file.
     """
     require(bool(output.strip()), EMPTY)
     path = Path(output)
@@ -43,16 +40,13 @@ def check_output_folder(
     inputs: Iterable[str | Path] = (),
     image_folders: Iterable[Path] = (),
 ) -> Path:
-    """Refuse a folder that results must not be written to. Nothing on the disk is changed.
+    """Return the path of a folder for results; refuse one that must not be written to. Nothing on the disk is changed.
 
     Args:
         output: Where the results are to go.
         names: The files that will be written there.
         inputs: Files that are read.
         image_folders: Folders whose images are read: files and folders among them would count as data.
-
-    Returns:
-        The path of the folder.
     """
     require(bool(output.strip()), EMPTY)
     folder = Path(output)

@@ -62,7 +62,7 @@ class Predictor(ABC, Generic[Result]):
 
         Args:
             images: In the colour mode of this predictor; one at a time, unless the options have a batch_size.
-            options: The task's PredictOptions.
+            options: The task's options of `predict`.
             device: Where the model is.
         """
 

@@ -23,9 +23,9 @@ from .runs import (
     RUN_TASK,
     RUN_WEIGHTS,
     check_free_folder,
-    check_lock_file,
     check_run_folder,
-    describe_task,
+    is_run,
+    task_of,
 )
 from .state import get_weights, is_sharded, pack, restore, save_shards
 
@@ -44,7 +44,8 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, command: str, metadata: dict[str, Any]) -> None:
         self.config, self.accelerator = config, accelerator
-        self.metadata = {RUN_TASK: describe_task(config, command, metadata), **metadata}
+        name, command = task_of(type(config)), f"inlinevit {command}".strip()
+        self.metadata = {RUN_TASK: {"name": name, "command": command, "files": list(metadata)}, **metadata}
         self.path = Path(config.run.output)
         self.checkpoints = CheckpointFolder(self.path / RUN_CHECKPOINTS, config.run.keep_checkpoints)
         self.lock: RunLock | None = None
@@ -55,8 +56,7 @@ class RunFolder:
         """Return the checkpoint to resume from, if there is one; nothing is changed."""
         if not self.path.is_dir():
             return self._choose_checkpoint()
-        check_lock_file(self.path)
-        with RunLock(self.path):
+        with RunLock(self.path, is_run(self.path)):
             return self._choose_checkpoint()
 
     def _choose_checkpoint(self) -> Path | None:
@@ -89,8 +89,7 @@ class RunFolder:
     def _lock(self) -> None:
         """Lock the folder, and rename it first if the run is to start over."""
         make_output_dir(self.path)
-        check_lock_file(self.path)
-        lock = RunLock(self.path)
+        lock = RunLock(self.path, is_run(self.path))
         lock.acquire()
         resume = self.config.run.resume
         if self.resume_path is None and resume == "auto" and self.checkpoints.paths():

@@ -14,7 +14,7 @@ from ..utils.files import read_json, read_yaml
 from ..utils.validation import require
 from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
 from .config import AnyConfig, config_from_dict
-from .lock import RUN_LOCK, is_foreign_lock
+from .lock import RUN_LOCK
 
 Parsed = TypeVar("Parsed")
 
@@ -57,14 +57,6 @@ def check_run_folder(folder: Path) -> None:
         )
 
 
-def check_lock_file(folder: Path) -> None:
-    """Refuse a folder whose lock would replace the file of another program."""
-    if is_foreign_lock(folder) and not is_run(folder):
-        raise ValueError(
-            f"{folder / RUN_LOCK} is not the lock of a training run and would be replaced: choose another --run.output"
-        )
-
-
 def check_free_folder(folder: Path, metadata: Iterable[str]) -> None:
     """Refuse a folder in which a new run and its task's files would replace files that are not those of a run."""
     taken = [name for name in (*RUN_FILES, *metadata, RUN_CHECKPOINTS) if os.path.lexists(folder / name)]
@@ -77,12 +69,7 @@ def check_free_folder(folder: Path, metadata: Iterable[str]) -> None:
 
 @dataclass
 class Run(Generic[AnyConfig]):
-    """A training run that is read.
-
-    Attributes:
-        folder: Its folder.
-        config: Its configuration.
-    """
+    """A training run that is read."""
 
     folder: Path
     config: AnyConfig
@@ -92,12 +79,7 @@ class Run(Generic[AnyConfig]):
         return run_weights(self.folder, checkpoint)
 
     def metadata(self, name: str, parse: Callable[[Any], Parsed]) -> Parsed:
-        """Read what the task has stored in a JSON file.
-
-        Args:
-            name: The file.
-            parse: From its content to what is needed; raises ValueError, TypeError or KeyError if that is not there.
-        """
+        """Read a JSON file of the task; `parse` raises ValueError, TypeError or KeyError if its content is wrong."""
         file = self.folder / name
         remedy = "restore it from the run, or train again"
         try:
@@ -125,7 +107,10 @@ def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
     if not has_config(folder):
         problem = f"{folder} holds no {RUN_CONFIG}" if path.is_dir() else f"no folder at {folder}"
         raise FileNotFoundError(f"{problem}: name the folder of a {task} run")
-    _require_task(path, task)
+    # Without task.json, the configuration decides.
+    stored = _read_task(path)
+    name, command = stored.get("name", task), stored.get("command", "inlinevit")
+    require(name == task, f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
     try:
         return Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
     except (ValueError, TypeError) as error:
@@ -136,11 +121,6 @@ def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
 def task_of(config_class: type) -> str:
     """Return the name of the task that a configuration class is for."""
     return config_class.__name__.removesuffix("Config").lower()
-
-
-def describe_task(config: Any, command: str, files: Iterable[str]) -> dict[str, Any]:
-    """Return the content of task.json: name and command of a task, and the names of its files in the run folder."""
-    return {"name": task_of(type(config)), "command": f"inlinevit {command}".strip(), "files": list(files)}
 
 
 def _read_task(folder: Path) -> dict[str, Any]:
@@ -156,14 +136,6 @@ def metadata_files(folder: Path) -> list[str]:
     """Return the names of the task's files in the folder of a run."""
     names = _read_task(folder).get("files")
     return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _require_task(folder: Path, task: str) -> None:
-    """Refuse the run of another task; without task.json, the configuration decides."""
-    stored = _read_task(folder)
-    name, command = stored.get("name", task), stored.get("command", "inlinevit")
-    if name != task:
-        raise ValueError(f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
 
 
 def run_weights(run: Path, checkpoint: str | None) -> Path:

@@ -233,9 +233,6 @@ class Trainer:
 
         Returns:
             Whether to stop, and whether to save because of the time; the same in all processes.
-
-        Raises:
-            Diverged: A loss or a gradient is NaN or infinite.
         """
         step, log_every = self.progress.step, self.config.run.log_every
         by_time = time.monotonic() - self.saved_at > 60 * self.config.run.checkpoint_minutes

@@ -119,7 +119,7 @@ def test_options_that_do_not_apply_are_refused() -> None:
         MultilabelConfig(augment=AugmentConfig(label_smoothing=0))
     with pytest.raises(ValueError, match=r"loss\.clip is 1\.0"):
         MultilabelLossConfig(clip=1.0)
-    with pytest.raises(ValueError, match=r"threshold is -0\.1: it should be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"threshold is -0\.1: it should be at least 0"):
         MultilabelEvalOptions(threshold=-0.1)
 
 
