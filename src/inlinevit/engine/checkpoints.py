@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from ..utils.validation import Range, check_fields, require
 MANIFEST = "manifest.json"
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
-# The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
-TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
+# The files of a checkpoint.
+TENSOR_FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
 # What the folder of a checkpoint is called; whatever else lies beside them is not ours.
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
@@ -108,30 +108,16 @@ class CheckpointFolder:
         # The run may have been killed before it marked the best checkpoint.
         self.mark_best(progress)
 
-    def prepare(self, step: int) -> Path:
-        """Make the empty folder in which the files of a checkpoint are written before it is committed."""
-        aside = self.folder / f"{UNFINISHED}step-{step:08d}"
-        with disk_full_errors(aside):
-            self.clean()
-            aside.mkdir(parents=True)
-        return aside
-
-    def commit(
-        self, progress: Progress, files: Mapping[str, bytes], written: Mapping[str, FileEntry] | None = None
-    ) -> Path:
-        """Complete a checkpoint that was prepared, then remove old ones; returns its folder.
-
-        Args:
-            progress: How far the run has come.
-            files: Contents of files to write, by name.
-            written: Files that are in the prepared folder already.
-        """
+    def save(self, progress: Progress, files: Mapping[str, bytes]) -> Path:
+        """Write a checkpoint with files of these contents, by name, then remove old ones; returns its folder."""
         path = self.folder / f"step-{progress.step:08d}"
         aside = self.folder / f"{UNFINISHED}{path.name}"
-        entries = {**(written or {}), **{name: entry_of(content) for name, content in files.items()}}
+        entries = {name: entry_of(content) for name, content in files.items()}
         contents = {**files, MANIFEST: manifest_bytes(progress, entries)}
         try:
             with disk_full_errors(path):
+                self.clean()
+                aside.mkdir(parents=True)
                 for name, content in contents.items():
                     write_bytes(aside / name, content)
                 fsync_dir(aside)
@@ -144,11 +130,6 @@ class CheckpointFolder:
             raise
         self._prune(path)
         return path
-
-    def save(self, progress: Progress, files: Mapping[str, bytes]) -> Path:
-        """Write a checkpoint whose files are all in memory; see prepare and commit."""
-        self.prepare(progress.step)
-        return self.commit(progress, files)
 
     def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""
@@ -234,11 +215,6 @@ def entry_of(content: bytes) -> FileEntry:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def sha256_of(stream: Any) -> str:
-    """Return the hash of an open file."""
-    return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def manifest_bytes(progress: Progress, files: Mapping[str, FileEntry]) -> bytes:
     """Return the content of a manifest."""
     content = {"format": FORMAT, "progress": asdict(progress), "files": dict(sorted(files.items()))}
@@ -259,7 +235,7 @@ def read_manifest(path: Path) -> tuple[Progress, dict[str, FileEntry]]:
     files, values = content["files"], content["progress"]
     require(isinstance(files, dict) and STATE in files, changed)
     for name, entry in files.items():
-        require(name == STATE or TENSOR_FILE.fullmatch(name) is not None, changed)
+        require(name in (STATE, *TENSOR_FILES), changed)
         require(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}, changed)
         require(type(entry["bytes"]) is int and isinstance(entry["sha256"], str), changed)
     require(isinstance(content["sha256"], str), changed)
@@ -296,7 +272,9 @@ def _find_file_damage(file: Path, entry: FileEntry) -> str | None:
     """Return what is wrong with a file; None if it is as it was written."""
     try:
         with open_regular(file) as stream:
-            if os.fstat(stream.fileno()).st_size == entry["bytes"] and sha256_of(stream) == entry["sha256"]:
+            # typeshed asks for more than file_digest needs.
+            digest = hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+            if os.fstat(stream.fileno()).st_size == entry["bytes"] and digest == entry["sha256"]:
                 return None
     except FileNotFoundError:
         return f"{file.name} is missing"
