@@ -108,6 +108,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "config.yaml").write_text(json.dumps(config))
     (folder / "classes.json").write_text('["ant", "bee"]')
+    (folder / "task.json").write_text('{"name": "classification", "command": "inlinevit", "files": ["classes.json"]}')
     return folder
 
 
@@ -308,7 +309,7 @@ COMMANDS = [
     ("predict RUN IMAGE --output IMAGE", "is read by this command"),
     ("predict RUN IMAGE --output RUN/model.safetensors", "belongs to a training run"),
     ("predict RUN IMAGE --output RUN/config.yaml", "belongs to a training run"),
-    ("predict RUN IMAGE --output RUN/labels.json", "belongs to a training run"),
+    ("predict RUN IMAGE --output RUN/classes.json", "belongs to a training run"),
     ("predict RUN IMAGE --output RUN", "is a folder"),
     ("predict inline_deit_tiny IMAGE --checkpoint IMAGE2 --output IMAGE2", "is read by this command"),
     ("eval RUN --output IMAGE", "cannot be a folder of results (File exists)"),

@@ -30,7 +30,7 @@ import torch
 
 from inlinevit.cli import main
 from inlinevit.cli.train import parse_config
-from inlinevit.engine.checkpoints import MANIFEST, UNFINISHED, find_damage
+from inlinevit.engine.checkpoints import MANIFEST, UNFINISHED, find_damage, read_manifest
 from inlinevit.engine.trainer import Trainer
 from inlinevit.tasks.classification.task import Classification
 
@@ -277,7 +277,7 @@ class Campaign:
         output = self.new_run()
         process = Process(output, {"run.keep_checkpoints": "3"})
         # Three checkpoints or more, the newest of which has an evaluation.
-        while process.running() and not (output / "checkpoints" / "step-00000032" / "evaluation.json").exists():
+        while process.running() and not is_evaluated(output / "checkpoints" / "step-00000032"):
             time.sleep(0.001)
         time.sleep(0.02)
         process.kill(with_workers=True)
@@ -400,7 +400,16 @@ def is_evaluating(output: Path) -> bool:
     """Whether the newest checkpoint is one of the end of an epoch, and has no evaluation yet."""
     step = newest(output)
     folder = output / "checkpoints" / f"step-{step:08d}"
-    return step > 0 and step % 16 == 0 and not (folder / "evaluation.json").exists()
+    return step > 0 and step % 16 == 0 and not is_evaluated(folder)
+
+
+def is_evaluated(checkpoint: Path) -> bool:
+    """Whether a checkpoint has the evaluation of its step."""
+    try:
+        progress, _ = read_manifest(checkpoint)
+    except (ValueError, OSError):
+        return False
+    return progress.evaluated_step == progress.step
 
 
 def same_json(one: bytes, other: bytes) -> bool:

@@ -75,7 +75,7 @@ def streamed(
 ) -> StreamLoader:
     stream = Parts([7, 13, 1, 20, 0, 9] if lengths is None else lengths)
     repeats = options.pop("repeats", 1)
-    plan = BatchPlan.first(batch_size, workers=workers, **options)
+    plan = BatchPlan.initial(batch_size, workers=workers, **options)
     return StreamLoader(stream, plan, seed=5, repeats=repeats, collate=collate, window=window)
 
 
@@ -270,7 +270,7 @@ def plans_of(
     processes, batch_size, batches = layout
     progress = Progress(total_batch=12, processes=initial[0], batch_size=initial[1], workers=initial_workers)
     return [
-        BatchPlan.first(
+        BatchPlan.initial(
             batch_size, process=process, processes=processes, grad_accum_steps=batches, workers=workers
         ).resumed(progress, 1)
         for process in range(processes)
@@ -325,13 +325,13 @@ def test_batches_that_a_plan_cannot_deal_out() -> None:
     with pytest.raises(
         ValueError, match=r"12 samples in a step, which 5 processes with batches of up to 3 .* divides 12"
     ):
-        BatchPlan.first(3, processes=5).resumed(progress, 1)
+        BatchPlan.initial(3, processes=5).resumed(progress, 1)
     with pytest.raises(ValueError, match=r"batches of up to 4 \(multiples of 2\) cannot share equally"):
-        BatchPlan.first(4, processes=4).resumed(progress, 2)
+        BatchPlan.initial(4, processes=4).resumed(progress, 2)
     with pytest.raises(ValueError, match=r"0 samples in a step, which 1 processes .* cannot share equally"):
-        BatchPlan.first(4).resumed(Progress(total_batch=0), 1)
+        BatchPlan.initial(4).resumed(Progress(total_batch=0), 1)
     with pytest.warns(UserWarning, match="on 3 processes, that is 2 batches of 2 each"):
-        plan = BatchPlan.first(3, processes=3).resumed(progress, 2)
+        plan = BatchPlan.initial(3, processes=3).resumed(progress, 2)
     assert (plan.batch_size, plan.grad_accum_steps, plan.total_batch) == (2, 2, 12)
 
 

@@ -27,7 +27,7 @@ def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """As many threads as the forked processes have: sums may depend on it."""
     before = torch.get_num_threads()

@@ -22,7 +22,8 @@ def run(tmp_path: Path) -> Path:
     checkpoint = folder / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
     (folder / "config.yaml").touch()
-    for name in ("manifest.json", "progress.json"):
+    (folder / "task.json").write_text('{"files": ["classes.json"]}')
+    for name in ("manifest.json", "state.json"):
         (checkpoint / name).touch()
     return folder
 

@@ -137,8 +137,21 @@ def test_options_reach_the_optimizer() -> None:
     options: dict[str, Any] = {"betas": (0.8, 0.7), "eps": 1e-3, "momentum": 0.6, "lr": 0.3, "lr_base_size": 64}
     adamw = make_optimizer(nn.Linear(2, 2), OptimizerConfig(name="adamw", **options), 128).param_groups[0]
     assert (adamw["betas"], adamw["eps"], adamw["lr"]) == ((0.8, 0.7), 1e-3, 0.6)
+    del options["betas"], options["eps"]
     sgd = make_optimizer(nn.Linear(2, 2), OptimizerConfig(name="sgd", **options), 128).param_groups[0]
     assert (sgd["momentum"], sgd["lr"]) == (0.6, 0.6)
+    lion = make_optimizer(nn.Linear(2, 2), OptimizerConfig(name="lion", betas=(0.8, 0.7)), 128).param_groups[0]
+    assert lion["betas"] == (0.8, 0.7)
+    # Defaults of others stay as they are.
+    assert make_optimizer(nn.Linear(2, 2), OptimizerConfig(name="lion"), 128).param_groups[0]["betas"] == (0.9, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"), [("sgd", "betas", (0.8, 0.7)), ("sgd", "eps", 1e-3), ("lion", "eps", 1e-3)]
+)
+def test_options_that_an_optimizer_lacks(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"optimizer {name} does not take optimizer\.{option}: leave it out"):
+        make_optimizer(nn.Linear(2, 2), OptimizerConfig(**{"name": name, option: value}), 1)
 
 
 @pytest.mark.parametrize(("batch_size", "decay"), [(0, 0.99), (1024, 0.99**0.5), (256, 0.99**2)])

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress, pack_state, pack_weights
-from inlinevit.engine.state import get_weights, restore, set_weights
+from inlinevit.engine.state import check_weights, get_weights, restore
 from tests.engine.running import Server
 from tests.engine.toy import MODELS, Mlp, settings
 
@@ -33,19 +33,19 @@ def test_weights_share_no_memory() -> None:
 def test_weights_of_another_model_are_refused() -> None:
     weights = get_weights(Mlp(0.0, batch_norm=True))
     with pytest.raises(ValueError, match="the checkpoint is of another model"):
-        set_weights(Mlp(0.0, batch_norm=False), weights)
+        check_weights(Mlp(0.0, batch_norm=False).state_dict(), weights)
     weights["fc1.weight"] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match=r"the checkpoint is of another model \(fc1.weight .*\): resume with"):
-        set_weights(Mlp(0.0, batch_norm=True), weights)
+        check_weights(Mlp(0.0, batch_norm=True).state_dict(), weights)
 
 
 @pytest.mark.parametrize(
     ("group", "state", "message"),
     [
-        ({"amsgrad": True}, {}, "param_groups 0 amsgrad is True in place of False"),
-        ({"capturable": True}, {}, "param_groups 0 capturable is True in place of False"),
-        ({}, {"step": torch.tensor(-1.0)}, "step of parameter 0 is -1, which is not a number of steps"),
-        ({}, {"step": torch.tensor(torch.inf)}, "step of parameter 0 is inf, which is not a number of steps"),
+        ({"amsgrad": True}, {}, "optimizer.param_groups.0.amsgrad is True in place of False"),
+        ({"capturable": True}, {}, "optimizer.param_groups.0.capturable is True in place of False"),
+        ({}, {"step": torch.tensor(-1.0)}, "optimizer.state.0.step is -1.0, which is not a number of steps"),
+        ({}, {"step": torch.tensor(torch.inf)}, "optimizer.state.0.step is inf, which is not a number of steps"),
     ],
 )
 def test_edited_states_are_refused(tmp_path: Path, group: dict[str, Any], state: dict[str, Any], message: str) -> None:

@@ -136,6 +136,7 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 class ToyTask:
     """A Task for the loop."""
 
+    command = ""
     metric = "error"
     batch_multiple = 1
 
@@ -175,7 +176,8 @@ class ToyTask:
             os.kill(os.getpid(), signal.Signals[name])
         return loss
 
-    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+    @torch.no_grad()
+    def compute_metrics(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         data = EvalLoader(
             ToySamples(EVALUATION_SAMPLES, self.shape, augment=False),
             batch_size=2,
@@ -192,7 +194,7 @@ class ToyTask:
         return {"error": self.metrics.pop(0) if self.metrics else loss / count, "samples": count}
 
     def metadata(self) -> dict[str, Any]:
-        return {"classes": list(range(CLASSES))}
+        return {"classes.json": list(range(CLASSES))}
 
 
 def kill_at(place: str) -> None:
@@ -225,7 +227,7 @@ def kill_at(place: str) -> None:
     elif name == "best":
         checkpoints.CheckpointFolder.mark_best = before(checkpoints.CheckpointFolder.mark_best)
     elif name == "evaluation":
-        ToyTask.evaluate = before(ToyTask.evaluate)
+        ToyTask.compute_metrics = before(ToyTask.compute_metrics)
     elif name == "noted":
         checkpoints.CheckpointFolder.save_evaluation = before(checkpoints.CheckpointFolder.save_evaluation)
     elif name == "prune":

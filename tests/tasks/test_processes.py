@@ -13,7 +13,7 @@ import timm
 import torch
 from accelerate.state import AcceleratorState
 
-from inlinevit.engine.evaluator import evaluate_command
+from inlinevit.engine.evaluator import eval_command
 from inlinevit.tasks import TASKS
 from inlinevit.tasks.detection.config import DetectionDataConfig
 from inlinevit.tasks.segmentation.config import SegmentationDataConfig
@@ -31,7 +31,7 @@ IMAGES = {"classification": 6, "multilabel": 5, "detection": 5, "segmentation": 
 SCRIPT = """
 import sys
 from accelerate import Accelerator
-from inlinevit.engine.evaluator import evaluate_command
+from inlinevit.engine.evaluator import eval_command
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from inlinevit.tasks import TASKS
@@ -52,7 +52,7 @@ for name, entry in TASKS.items():
     if name in ("detection", "segmentation"):
         task.load_predictor = load_sharded
     options = entry.load_eval_options()(output=f"{folder}/two/{name}")
-    evaluate_command(task, f"{folder}/{name}_run", options)
+    eval_command(task, f"{folder}/{name}_run", options)
 """
 
 
@@ -101,7 +101,7 @@ def test_two_processes_evaluate_as_one_does(runs: Path) -> None:
     torch.set_num_threads(1)
     for name, entry in TASKS.items():
         options = entry.load_eval_options()(output=str(runs / "one" / name))
-        evaluate_command(entry.load_task(), str(runs / f"{name}_run"), options)
+        eval_command(entry.load_task(), str(runs / f"{name}_run"), options)
     torch.set_num_threads(before)
     script = runs / "script.py"
     script.write_text(SCRIPT)

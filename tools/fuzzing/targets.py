@@ -283,25 +283,25 @@ def pack(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> byte
 
 
 class Checkpoint:
-    """find_damage, read_progress, read_weights and read_state on the folder of a checkpoint, as one archive."""
+    """find_damage, read_manifest, read_weights and read_state on the folder of a checkpoint, as one archive."""
 
     ending: ClassVar[str] = ".zip"
     about: ClassVar[str] = "checkpoints of a run"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkpoint"
+        self.progress = Progress(
+            step=12, evaluated_step=8, metrics={"top1": 50.0}, best=50.0, best_step=8, steps_per_epoch=4
+        )
         self.files = self.write(folder / "written")
 
     def write(self, folder: Path) -> dict[str, bytes]:
         """The files of a checkpoint, as a run writes them."""
         weights = {name: value.clone() for name, value in tiny_model().state_dict().items()}
         state = {"optimizer": {"state": {0: {"step": 3.0, "exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1}]}}
-        progress = Progress(
-            step=12, evaluated_step=8, metrics={"top1": 50.0}, best=50.0, best_step=8, steps_per_epoch=4
-        )
         packed = {"model.safetensors": checkpoints.pack_weights(weights), **checkpoints.pack_state(state)}
-        path = CheckpointFolder(folder).save(progress, packed)
-        CheckpointFolder(folder).save_evaluation(progress)
+        path = CheckpointFolder(folder).save(self.progress, packed)
+        CheckpointFolder(folder).save_evaluation(self.progress)
         return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
     def good(self) -> list[bytes]:
@@ -316,7 +316,7 @@ class Checkpoint:
             files[name] = self.change(name, files[name], generator)
         if generator.random() < 0.8:
             entries = {name: checkpoints.entry_of(files[name]) for name in names}
-            files[checkpoints.MANIFEST] = checkpoints.manifest_bytes(entries)
+            files[checkpoints.MANIFEST] = checkpoints.manifest_bytes(self.progress, entries)
         if generator.random() < 0.25:
             files[checkpoints.MANIFEST] = self.change(checkpoints.MANIFEST, files[checkpoints.MANIFEST], generator)
         if generator.random() < 0.1:
@@ -342,7 +342,7 @@ class Checkpoint:
         problem = checkpoints.find_damage(self.folder)
         if problem is not None:
             raise ValueError(problem)
-        progress = checkpoints.read_progress(self.folder)
+        progress = checkpoints.read_manifest(self.folder)[0]
         assert progress.step >= 0
         assert math.isfinite(progress.loss_sum)
         weights = checkpoints.read_weights(self.folder, "model")

@@ -24,9 +24,9 @@ def make_parser(entry: TaskEntry) -> ArgumentParser:
 
 def run(entry: TaskEntry, settings: Namespace) -> None:
     """Evaluate a model."""
-    from ..engine.evaluator import evaluate_command
+    from ..engine.evaluator import eval_command
 
-    evaluate_command(entry.load_task(), settings.model, to_config(settings, entry.load_eval_options()))
+    eval_command(entry.load_task(), settings.model, to_config(settings, entry.load_eval_options()))
 
 
 def make_command(entry: TaskEntry) -> Command:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class StartedWith(Protocol):
+class InitialBatches(Protocol):
     """The processes and batches that a run was started with, as its checkpoints record them."""
 
     total_batch: int
@@ -47,34 +47,34 @@ class BatchPlan:
         return self.processes * self.batch_size * self.grad_accum_steps
 
     @classmethod
-    def first(
+    def initial(
         cls, batch_size: int, *, process: int = 0, processes: int = 1, grad_accum_steps: int = 1, workers: int = 0
     ) -> "BatchPlan":
         """Return the plan of a run that starts."""
         return cls(process, processes, batch_size, grad_accum_steps, workers, processes, batch_size, workers)
 
-    def resumed(self, progress: StartedWith, multiple: int) -> "BatchPlan":
+    def resumed(self, start: InitialBatches, multiple: int) -> "BatchPlan":
         """Return the plan of a run that was started on other processes: the same samples in each step.
 
         If the settings result in another total batch, processes take smaller batches, and accumulate more of them.
 
         Args:
-            progress: What the run was started with.
+            start: What the run was started with.
             multiple: Batch sizes have to be multiples of this.
         """
         batch_size, grad_accum_steps = self.batch_size, self.grad_accum_steps
-        if self.total_batch != progress.total_batch:
-            per_process, left = divmod(progress.total_batch, self.processes)
+        if self.total_batch != start.total_batch:
+            per_process, left = divmod(start.total_batch, self.processes)
             sizes = [size for size in range(multiple, self.batch_size + 1, multiple) if per_process % size == 0]
             if left or not per_process or not sizes:
                 raise ValueError(
-                    f"the run has {progress.total_batch} samples in a step, which {self.processes} processes with "
+                    f"the run has {start.total_batch} samples in a step, which {self.processes} processes with "
                     f"batches of up to {self.batch_size} (multiples of {multiple}) cannot share equally: use a number "
-                    f"of processes that divides {progress.total_batch}, or another --data.batch_size"
+                    f"of processes that divides {start.total_batch}, or another --data.batch_size"
                 )
             batch_size, grad_accum_steps = sizes[-1], per_process // sizes[-1]
             warnings.warn(
-                f"the run has {progress.total_batch} samples in a step: on {self.processes} processes, that is "
+                f"the run has {start.total_batch} samples in a step: on {self.processes} processes, that is "
                 f"{grad_accum_steps} batches of {batch_size} each",
                 stacklevel=2,
             )
@@ -84,7 +84,7 @@ class BatchPlan:
             batch_size,
             grad_accum_steps,
             self.workers,
-            progress.processes,
-            progress.batch_size,
-            progress.workers,
+            start.processes,
+            start.batch_size,
+            start.workers,
         )

@@ -1,13 +1,12 @@
 """Checkpoints that survive a kill: written under another name, renamed when complete, verified when read.
 
-A checkpoint is a folder of safetensors and JSON files. Its manifest has the size and the hash of each of them. Nothing
-in it is a pickle, so reading one runs no code. What is read is checked for names, types, ranges and shapes as well,
-since a file can be replaced together with its hash.
+A checkpoint is a folder of safetensors and JSON files. Its manifest has the progress of the run, the size and the hash
+of each file, and its own hash. Nothing in it is a pickle, so reading one runs no code. What is read is checked for
+names, types, ranges and shapes as well, since a file can be replaced together with its hash.
 """
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -15,28 +14,29 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import safetensors.torch
 from torch import Tensor
 
-from ..utils.atomic import atomic_write_json, disk_full_errors, fsync_dir, write_bytes
+from ..utils.atomic import atomic_write_bytes, disk_full_errors, fsync_dir, write_bytes
 from ..utils.files import NotRegularFileError, open_regular, read_json
+from ..utils.validation import Range, check_fields, require
 
 MANIFEST = "manifest.json"
-PROGRESS = "progress.json"
-EVALUATION = "evaluation.json"
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
-# Fields of a run's progress that an evaluation sets.
-EVALUATION_FIELDS = ("evaluated_step", "metrics", "best", "best_step")
-# The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
-TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
+# The weights in a checkpoint: averaged ones, if there are any, are preferred.
+WEIGHT_FILES = ("ema.safetensors", "model.safetensors")
 # What the folder of a checkpoint is called; whatever else lies beside them is not ours.
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
-# No field of progress.json is larger.
+# No count in a checkpoint is larger.
 LARGEST_COUNT = 2**53
+
+
+# A file in a manifest: its size as "bytes", its hash as "sha256".
+FileEntry = dict[str, Any]
 
 
 @dataclass
@@ -71,18 +71,20 @@ class Progress:
     batch_size: int = 0
     workers: int = 0
 
-
-@dataclass
-class FileEntry:
-    """The entry of a file in a manifest.
-
-    Attributes:
-        bytes: Its size.
-        sha256: Its hash.
-    """
-
-    bytes: int
-    sha256: str
+    def __post_init__(self) -> None:
+        counts = ("step", "evaluated_step", "best_step", "loss_count", "total_batch", "steps_per_epoch", "batch_size")
+        check_fields(
+            self,
+            "",
+            **dict.fromkeys((*counts, "workers"), Range(0, LARGEST_COUNT)),
+            processes=Range(1, LARGEST_COUNT),
+        )
+        latest = max(self.loss_count, self.evaluated_step, self.best_step or 0)
+        require(latest <= self.step, f"it has losses or an evaluation of a later step than {self.step}, its own")
+        require(
+            (self.best is None) == (self.best_step is None),
+            "it has a best value without its step, or a step without its value",
+        )
 
 
 class CheckpointFolder:
@@ -106,34 +108,16 @@ class CheckpointFolder:
         # The run may have been killed before it marked the best checkpoint.
         self.mark_best(progress)
 
-    def prepare(self, step: int) -> Path:
-        """Make the empty folder in which the files of a checkpoint are written before it is committed."""
-        aside = self.folder / f"{UNFINISHED}step-{step:08d}"
-        with disk_full_errors(aside):
-            self.clean()
-            aside.mkdir(parents=True)
-        return aside
-
-    def commit(
-        self, progress: Progress, files: Mapping[str, bytes], written: Mapping[str, FileEntry] | None = None
-    ) -> Path:
-        """Complete a checkpoint that was prepared, then remove old ones.
-
-        Args:
-            progress: How far the run has come.
-            files: Contents of files to write, by name.
-            written: Files that are in the prepared folder already.
-
-        Returns:
-            The folder of the checkpoint.
-        """
+    def save(self, progress: Progress, files: Mapping[str, bytes]) -> Path:
+        """Write a checkpoint with files of these contents, by name, then remove old ones; returns its folder."""
         path = self.folder / f"step-{progress.step:08d}"
         aside = self.folder / f"{UNFINISHED}{path.name}"
-        contents = {**files, PROGRESS: json.dumps(asdict(progress)).encode()}
-        entries = {**(written or {}), **{name: entry_of(content) for name, content in contents.items()}}
-        contents[MANIFEST] = manifest_bytes(entries)
+        entries = {name: entry_of(content) for name, content in files.items()}
+        contents = {**files, MANIFEST: manifest_bytes(progress, entries)}
         try:
             with disk_full_errors(path):
+                self.clean()
+                aside.mkdir(parents=True)
                 for name, content in contents.items():
                     write_bytes(aside / name, content)
                 fsync_dir(aside)
@@ -147,25 +131,14 @@ class CheckpointFolder:
         self._prune(path)
         return path
 
-    def save(self, progress: Progress, files: Mapping[str, bytes]) -> Path:
-        """Write a checkpoint whose files are all in memory; see prepare and commit."""
-        self.prepare(progress.step)
-        return self.commit(progress, files)
-
     def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""
         path = self.folder / f"step-{progress.step:08d}"
         if not path.is_dir():
             # The run resumes from a checkpoint in another folder.
             return
-        content = asdict(progress)
-        result = json.dumps({name: content[name] for name in EVALUATION_FIELDS}).encode()
-        entries = {name: entry for name, entry in read_manifest(path).items() if name != EVALUATION}
-        with disk_full_errors(path):
-            # A kill in between leaves an evaluation that is not in the manifest: it will be repeated.
-            atomic_write_json(path / MANIFEST, manifest_of(entries))
-            write_bytes(path / EVALUATION, result)
-            atomic_write_json(path / MANIFEST, manifest_of({**entries, EVALUATION: entry_of(result)}))
+        # A kill before this leaves the progress without the evaluation, which will be repeated.
+        atomic_write_bytes(path / MANIFEST, manifest_bytes(progress, read_manifest(path)[1]))
         self.mark_best(progress)
         self._prune(path)
 
@@ -212,10 +185,7 @@ class CheckpointFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def newest_good(self) -> Path | None:
-        """Return the newest checkpoint that is complete; damaged ones are skipped with a warning.
-
-        Returns:
-            Its folder; None if there is no checkpoint at all.
+        """Return the newest checkpoint that is not damaged, with a warning for each newer one; None if there is none.
 
         Raises:
             ValueError: There are checkpoints, and all of them are damaged.
@@ -232,7 +202,7 @@ class CheckpointFolder:
             return None
         listed = "; ".join(f"{path.name}: {reason}" for path, reason in problems.items())
         remedies = ["restore one", "start over with --run.resume never, which keeps this run under another name"]
-        if weights := next(filter(None, map(undamaged_weights, problems)), None):
+        if weights := next(filter(None, map(_undamaged_weights, problems)), None):
             remedies.append(f"train from weights alone with --model.checkpoint {weights} and another --run.output")
         raise ValueError(
             f"every checkpoint in {self.folder} is damaged ({listed}), and all of them were kept: "
@@ -242,61 +212,55 @@ class CheckpointFolder:
 
 def entry_of(content: bytes) -> FileEntry:
     """Return the entry of a file with this content."""
-    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def sha256_of(stream: BinaryIO) -> str:
-    """Return the hash of an open file."""
-    # typeshed asks for more than file_digest needs.
-    return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+def manifest_bytes(progress: Progress, files: Mapping[str, FileEntry]) -> bytes:
+    """Return the content of a manifest."""
+    content = {"format": FORMAT, "progress": asdict(progress), "files": dict(sorted(files.items()))}
+    return json.dumps({**content, "sha256": entry_of(json.dumps(content).encode())["sha256"]}).encode()
 
 
-def manifest_of(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """Return a manifest as JSON."""
-    return {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
-
-
-def manifest_bytes(entries: Mapping[str, FileEntry]) -> bytes:
-    """Return a manifest as the content of its file."""
-    return json.dumps(manifest_of(entries)).encode()
-
-
-def read_manifest(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of a checkpoint's files, by name.
+def read_manifest(path: Path) -> tuple[Progress, dict[str, FileEntry]]:
+    """Return the progress of the run at a checkpoint, and the entries of the checkpoint's files by name.
 
     Raises:
         ValueError: There is no manifest, or it is not valid.
     """
     content = _read_json(path / MANIFEST)
-    problem = ValueError(f"{MANIFEST} has changed since it was written")
-    if not isinstance(content, dict) or content.keys() != {"format", "files"} or not isinstance(content["files"], dict):
-        raise problem
+    changed = f"{MANIFEST} has changed since it was written"
+    require(isinstance(content, dict) and content.keys() == {"format", "progress", "files", "sha256"}, changed)
     if content["format"] != FORMAT or isinstance(content["format"], bool):
         raise ValueError(f"{MANIFEST} is of format {content['format']!r:.20}, and this version reads {FORMAT}")
-    entries = {}
-    for name, entry in content["files"].items():
-        known = name in (PROGRESS, EVALUATION, STATE) or TENSOR_FILE.fullmatch(name)
-        if not known or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-            raise problem
-        if not _is_count(entry["bytes"]) or not re.fullmatch("[0-9a-f]{64}", str(entry["sha256"])):
-            raise problem
-        entries[name] = FileEntry(**entry)
-    if PROGRESS not in entries or STATE not in entries:
-        raise problem
-    return entries
+    files, values = content["files"], content["progress"]
+    require(isinstance(files, dict) and STATE in files, changed)
+    for name, entry in files.items():
+        require(name in (STATE, "optimizer.safetensors", *WEIGHT_FILES), changed)
+        require(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}, changed)
+        require(type(entry["bytes"]) is int and isinstance(entry["sha256"], str), changed)
+    require(isinstance(content["sha256"], str), changed)
+    require(isinstance(values, dict) and values.keys() == asdict(Progress()).keys(), changed)
+    try:
+        progress = Progress(**values)
+    except ValueError as error:
+        raise ValueError(f"{changed} ({error})") from None
+    require(manifest_bytes(progress, files) == json.dumps(content).encode(), changed)
+    name = path.resolve().name
+    if CHECKPOINT_NAME.fullmatch(name) and int(name.removeprefix("step-")) != progress.step:
+        raise ValueError(f"{MANIFEST} is of step {progress.step}, but its folder is {name}")
+    return progress, files
 
 
 def find_damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint; None if its files are as they were written."""
     try:
-        entries = read_manifest(path)
+        _, entries = read_manifest(path)
         for file in path.iterdir():
             if file.suffix == ".safetensors" and file.name not in entries:
                 return f"{file.name} is not in {MANIFEST}"
         for name, entry in entries.items():
             if problem := _find_file_damage(path / name, entry):
                 return problem
-        read_progress(path)
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -308,7 +272,9 @@ def _find_file_damage(file: Path, entry: FileEntry) -> str | None:
     """Return what is wrong with a file; None if it is as it was written."""
     try:
         with open_regular(file) as stream:
-            if os.fstat(stream.fileno()).st_size == entry.bytes and sha256_of(stream) == entry.sha256:
+            # typeshed asks for more than file_digest needs.
+            digest = hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+            if os.fstat(stream.fileno()).st_size == entry["bytes"] and digest == entry["sha256"]:
                 return None
     except FileNotFoundError:
         return f"{file.name} is missing"
@@ -319,85 +285,20 @@ def _find_file_damage(file: Path, entry: FileEntry) -> str | None:
     return f"{file.name} has changed since it was written"
 
 
-def undamaged_weights(path: Path) -> Path | None:
+def _undamaged_weights(path: Path) -> Path | None:
     """Return the weights file of a damaged checkpoint, if that file itself is not damaged."""
     try:
-        entries = read_manifest(path)
+        _, entries = read_manifest(path)
     except (ValueError, OSError):
         return None
-    for name in ("ema.safetensors", "model.safetensors"):
+    for name in WEIGHT_FILES:
         if name in entries and _find_file_damage(path / name, entries[name]) is None:
             return path / name
     return None
 
 
-def read_progress(path: Path) -> Progress:
-    """Read the progress of the run at a checkpoint.
-
-    Raises:
-        ValueError: The file is not valid.
-    """
-    progress = _checked_progress(_read_json(path / PROGRESS), PROGRESS)
-    name = path.resolve().name
-    if CHECKPOINT_NAME.fullmatch(name) and int(name.removeprefix("step-")) != progress.step:
-        raise ValueError(f"{PROGRESS} is of step {progress.step}, but its folder is {name}")
-    if EVALUATION not in read_manifest(path):
-        # The run ended before or during the evaluation, which will be repeated.
-        return progress
-    content = _read_json(path / EVALUATION)
-    if not isinstance(content, dict) or content.keys() != set(EVALUATION_FIELDS):
-        raise ValueError(f"{EVALUATION} should have the fields {', '.join(EVALUATION_FIELDS)} and no others")
-    return _checked_progress({**asdict(progress), **content}, EVALUATION)
-
-
-def _checked_progress(content: Any, name: str) -> Progress:
-    """Return the content of a file as a Progress, if every field is valid.
-
-    Args:
-        content: The parsed content.
-        name: The file, for messages.
-    """
-    expected = asdict(Progress())
-    if not isinstance(content, dict) or content.keys() != expected.keys():
-        raise ValueError(f"{name} should have the fields {', '.join(expected)} and no others")
-    counts = ("step", "evaluated_step", "loss_count", "total_batch", "steps_per_epoch", "batch_size", "workers")
-    metrics, best, best_step = content["metrics"], content["best"], content["best_step"]
-    step = content["step"]
-    problems = {
-        **{key: _is_count(content[key]) for key in (*counts, "processes")},
-        "loss_sum": _is_number(content["loss_sum"]) and math.isfinite(content["loss_sum"]),
-        "metrics": isinstance(metrics, dict) and all(_is_number(value) for value in metrics.values()),
-        "best": best is None or (_is_number(best) and not math.isnan(best)),
-        "best_step": best_step is None or _is_count(best_step),
-    }
-    for key, is_valid in problems.items():
-        if not is_valid:
-            raise ValueError(f"{name} has {key} {content[key]!r:.80}, which is not a valid value")
-    if content["processes"] < 1:
-        raise ValueError(f"{name} has processes 0, which is not a valid value")
-    if content["loss_count"] > step:
-        raise ValueError(f"{name} has losses of {content['loss_count']} steps, but is at step {step}")
-    if content["evaluated_step"] > step or (best_step or 0) > step:
-        raise ValueError(f"{name} has an evaluation of a later step than {step}, its own")
-    if (best is None) != (best_step is None):
-        raise ValueError(f"{name} has a best value without its step, or a step without its value")
-    return Progress(**content)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST_COUNT
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) <= LARGEST_COUNT)
-
-
 def _read_json(file: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: It is missing, not a regular file, or not valid.
-    """
+    """Read a JSON file; ValueError if it is missing, not a regular file, or not valid."""
     try:
         return read_json(file)
     except FileNotFoundError:
@@ -414,11 +315,7 @@ def pack_weights(weights: Mapping[str, Tensor]) -> bytes:
 
 
 def read_weights(path: Path, name: str) -> dict[str, Tensor]:
-    """Read the tensors of one file of a checkpoint.
-
-    Args:
-        path: The checkpoint.
-        name: model, ema or optimizer.
+    """Read the tensors of one file of a checkpoint: model, ema or optimizer.
 
     Raises:
         ValueError: There is no such file, or it is not valid.
@@ -430,88 +327,53 @@ def read_weights(path: Path, name: str) -> dict[str, Tensor]:
         return safetensors.torch.load_file(file)
     # safetensors raises errors of its own, and others for headers that make no sense.
     except Exception as error:
-        raise ValueError(f"{file} is not valid ({_first_line(error)}): resume from another checkpoint") from None
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise ValueError(f"{file} is not valid ({problem}): resume from another checkpoint") from None
 
 
 def pack_state(state: Any) -> dict[str, bytes]:
-    """Return the state of an optimizer, and of whatever else a run needs, as files: its tensors, and the rest as JSON.
+    """Return the state of an optimizer, and of whatever else a run needs, as files: tensors, and other values as JSON.
 
     Args:
         state: Dictionaries, lists and tuples of tensors, numbers, strings, booleans and None.
     """
-    tensors: dict[str, Tensor] = {}
-    tree = _to_json(state, "", tensors)
-    return {"optimizer.safetensors": pack_weights(tensors), STATE: json.dumps(tree).encode()}
+    values = _flattened(state)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in values.items() if name not in tensors}
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return {"optimizer.safetensors": pack_weights(copies), STATE: json.dumps(others).encode()}
 
 
-def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON, in which tensors are {"tensor": NAME}; they are added to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        # In pairs, because keys may be numbers, and because no dictionary is then taken for a tensor.
-        pairs = [[key, _to_json(item, f"{name}.{key}" if name else str(key), tensors)] for key, item in value.items()]
-        return {"dict": pairs}
-    if isinstance(value, list | tuple):
-        return [_to_json(item, f"{name}.{number}", tensors) for number, item in enumerate(value)]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{name} is of {type(value).__name__}, which a checkpoint cannot hold")
+def _flattened(state: Any, name: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries and lists by their path: {"optimizer.param_groups.0.lr": 0.1, …}."""
+    if state is None or isinstance(state, Tensor | bool | int | float | str):
+        return {name: state}
+    if not isinstance(state, Mapping | list | tuple):
+        raise TypeError(f"{name} is of {type(state).__name__}, which a checkpoint cannot hold")
+    values: dict[str, Any] = {}
+    for key, item in state.items() if isinstance(state, Mapping) else enumerate(state):
+        values |= _flattened(item, f"{name}.{key}" if name else str(key))
+    return values
 
 
-def read_state(path: Path) -> Any:
-    """Read what pack_state has written, with lists for tuples.
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the values that pack_state has written, by their path in the state.
 
     Raises:
         ValueError: A file is not valid, or the two do not fit together.
     """
     tensors = read_weights(path, "optimizer")
-    used: set[str] = set()
     try:
-        state = _from_json(_read_json(path / STATE), tensors, used)
-    except (ValueError, RecursionError) as error:
-        problem = f"{STATE} is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"checkpoint {path} is not valid ({problem}): resume from another one") from None
-    if used != tensors.keys():
-        unused = min(tensors.keys() - used)
-        raise ValueError(
-            f"checkpoint {path} is not valid (optimizer.safetensors holds {unused!r:.80}, which {STATE} does not "
-            "name): resume from another one"
-        )
-    return state
-
-
-def _from_json(tree: Any, tensors: dict[str, Tensor], used: set[str]) -> Any:
-    """Return the value that _to_json has converted; names of its tensors are added to `used`."""
-    if isinstance(tree, list):
-        return [_from_json(item, tensors, used) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if tree.keys() == {"tensor"}:
-        name = tree["tensor"]
-        if not isinstance(name, str) or name not in tensors or name in used:
-            raise ValueError(f"{STATE} names the tensor {name!r:.80}, which optimizer.safetensors does not hold once")
-        used.add(name)
-        return tensors[name]
-    pairs = tree.get("dict") if tree.keys() == {"dict"} else None
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"{STATE} holds an object that is neither a dictionary nor a tensor")
-    if not all(type(key) in (str, int) for key, _ in pairs):
-        raise ValueError(f"{STATE} holds a key that is neither a string nor an integer")
-    return {key: _from_json(item, tensors, used) for key, item in pairs}
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+        values = _read_json(path / STATE)
+        if not isinstance(values, dict) or values.keys() & tensors.keys():
+            raise ValueError(f"{STATE} should have values by name, and none of optimizer.safetensors")
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path} is not valid ({error}): resume from another one") from None
+    return {**values, **tensors}
 
 
 def archive_folder(folder: Path) -> Path:
-    """Rename a folder to NAME.1, NAME.2, …, so that a run can start over and nothing is lost.
-
-    Returns:
-        Its new path.
-    """
+    """Rename a folder to NAME.1, NAME.2, …, so that a run can start over and nothing is lost; returns its new path."""
     numbers = (number for number in range(1, 10_000) if not os.path.lexists(f"{folder}.{number}"))
     target = folder.with_name(f"{folder.name}.{next(numbers)}")
     os.rename(folder, target)

@@ -20,6 +20,10 @@ AnyConfig = TypeVar("AnyConfig")
 MOST_STEPS = 10**9
 MOST_IMAGES = 10**12
 MOST_WORKERS = 1024
+# Ranges of several settings.
+COUNT = Range(1, MOST_STEPS)
+NOT_NEGATIVE = Range(0, inf)
+BELOW_ONE = Range(0, 1, below_most=True)
 
 
 @dataclass
@@ -35,9 +39,9 @@ class OptimizerConfig:
     weight_decay: float = 0.05
     """Not for norms, biases, positions, class tokens and relative position tables."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """For optimizers of Adam's family."""
+    """For optimizers that have two; with the default, those outside of Adam's family keep their own."""
     eps: float = 1e-8
-    """For optimizers of Adam's family."""
+    """For optimizers that have one; with the default, those outside of Adam's family keep their own."""
     momentum: float = 0.9
     """For optimizers that have one."""
     layer_decay: float | None = None
@@ -49,17 +53,15 @@ class OptimizerConfig:
         check_fields(
             self,
             "optimizer",
-            lr_base_size=MOST_STEPS,
-            eps=1,
+            lr=NOT_NEGATIVE,
+            lr_base_size=Range(0, MOST_STEPS),
+            weight_decay=NOT_NEGATIVE,
+            betas=BELOW_ONE,
+            eps=Range(0, 1),
+            momentum=BELOW_ONE,
+            layer_decay=Range(0, 1, above_least=True),
+            clip_grad=Range(0, inf, above_least=True),
         )
-        for name in ("lr", "weight_decay", "eps"):
-            value = vars(self)[name]
-            require(0 <= value < inf, f"optimizer.{name} is {value}: it should be finite and not negative")
-        for name, values in {"betas": self.betas, "momentum": (self.momentum,)}.items():
-            require(all(0 <= value < 1 for value in values), f"optimizer.{name} should be from 0 to below 1")
-        require(self.layer_decay is None or 0 < self.layer_decay <= 1, "optimizer.layer_decay should be in 0 ... 1")
-        require(self.lr_base_size >= 0, f"optimizer.lr_base_size is {self.lr_base_size}: 0 makes rates absolute")
-        require(self.clip_grad is None or self.clip_grad > 0, "optimizer.clip_grad should be above 0, or null for none")
 
 
 @dataclass
@@ -89,24 +91,20 @@ class ScheduleConfig:
         check_fields(
             self,
             "schedule",
-            epochs=MOST_STEPS,
-            steps=MOST_STEPS,
-            warmup=MOST_STEPS,
-            cooldown=MOST_STEPS,
-            milestones=MOST_STEPS,
-            decay_rate=100,
+            epochs=COUNT,
+            steps=COUNT,
+            warmup=Range(0, MOST_STEPS),
+            cooldown=Range(0, MOST_STEPS),
+            min_lr=NOT_NEGATIVE,
+            warmup_lr=NOT_NEGATIVE,
+            milestones=COUNT,
+            decay_rate=Range(0, 100, above_least=True),
         )
         length = self.epochs if self.steps is None else self.steps
-        require(length > 0, "schedule.epochs (or schedule.steps) should be at least 1")
         require(
-            0 <= self.warmup <= length,
+            self.warmup <= length,
             f"schedule.warmup is {self.warmup:g}: it should be from 0 to {length}, the length of the schedule",
         )
-        for name in ("cooldown", "min_lr", "warmup_lr"):
-            value = vars(self)[name]
-            require(0 <= value < inf, f"schedule.{name} is {value}: it should be finite and not negative")
-        require(all(milestone > 0 for milestone in self.milestones), "schedule.milestones should hold numbers above 0")
-        require(self.decay_rate > 0, f"schedule.decay_rate is {self.decay_rate}: it should be above 0")
 
 
 @dataclass
@@ -158,61 +156,24 @@ class RunConfig:
         check_fields(
             self,
             "run",
-            seed=2**63,
-            checkpoint_minutes=MOST_STEPS,
-            checkpoint_steps=MOST_STEPS,
-            keep_checkpoints=MOST_STEPS,
-            eval_every=MOST_STEPS,
-            grad_accum_steps=MOST_STEPS,
-            ema_batch_size=MOST_STEPS,
-            log_every=MOST_STEPS,
+            seed=Range(0, 2**63),
+            checkpoint_minutes=Range(0, MOST_STEPS),
+            checkpoint_steps=COUNT,
+            keep_checkpoints=COUNT,
+            eval_every=COUNT,
+            grad_accum_steps=COUNT,
+            ema_decay=BELOW_ONE,
+            ema_batch_size=Range(0, MOST_STEPS),
+            log_every=COUNT,
         )
-        require(self.seed >= 0, f"run.seed is {self.seed}: it should not be negative")
-        for name in ("keep_checkpoints", "eval_every", "grad_accum_steps", "log_every", "checkpoint_steps"):
-            value = vars(self)[name]
-            require(value is None or value > 0, f"run.{name} is {value}: it should be at least 1")
-        require(self.ema_decay is None or 0 <= self.ema_decay < 1, "run.ema_decay should be from 0 to below 1")
         require(
             self.ema_decay is None or not self.fsdp,
             "run.fsdp cannot average sharded weights: set --run.ema_decay null, or train without --run.fsdp",
         )
-        require(self.ema_batch_size >= 0, f"run.ema_batch_size is {self.ema_batch_size}: it should not be negative")
-        require(self.checkpoint_minutes >= 0, "run.checkpoint_minutes should not be negative")
-
-
-@dataclass
-class SplitDataConfig:
-    """Data of dense tasks, which come in splits and are evaluated one image at a time; a task adds defaults."""
-
-    path: str
-    """The folder of the data."""
-    train_split: str
-    """The split to train on."""
-    eval_split: str
-    """The split to evaluate on."""
-    max_train_samples: int | None = None
-    """Train on this many images, the first of the split; null = all."""
-    max_eval_samples: int | None = None
-    """Evaluate on this many images, the first of the split; null = all."""
-    batch_size: int = 2
-    """Images in a batch of one process. Evaluation takes one image at a time."""
-    workers: int = 2
-    """Processes that read images, for each training process; 0 = the training process itself."""
-
-    def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "data",
-            max_train_samples=MOST_IMAGES,
-            max_eval_samples=MOST_IMAGES,
-            batch_size=MOST_IMAGES,
-            workers=MOST_WORKERS,
+        require(
+            not self.fsdp or self.precision != "fp16",
+            "run.fsdp does not scale losses as fp16 needs it: use run.precision bf16",
         )
-        require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
-        require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
-        for name in ("max_train_samples", "max_eval_samples"):
-            value = vars(self)[name]
-            require(value is None or value > 0, f"data.{name} is {value}: it should be at least 1")
 
 
 @dataclass
@@ -234,48 +195,23 @@ class DataOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def applied_to(self, run: Any, default: Any) -> Any:
-        """Return the data config of a run with these options in place of its own; its checks refuse bad values.
+        """Return the data config of a run, or a default if there is no run or the options name other data, with these.
 
-        Args:
-            run: The data config of the run; None = there is no run.
-            default: Applies instead without a run, or if the options name other data.
+        The checks of the config refuse bad values.
         """
         overrides = self.overrides()
         is_elsewhere = run is None or bool(overrides.keys() & set(self.source_fields))
         return replace(default if is_elsewhere else run, **overrides)
 
 
-@dataclass
-class SplitDataOptions(DataOptions):
-    """Data to evaluate on, where they differ from those of the training run."""
-
-    max_eval_samples: int | Literal["all"] | None = None
-    """Evaluate on the first images of the split, or on all of them; null = as in the run."""
-
-    def overrides(self) -> dict[str, Any]:
-        """See DataOptions.overrides."""
-        return {
-            name: None if value == "all" and name == "max_eval_samples" else value
-            for name, value in super().overrides().items()
-        }
-
-
 @dataclass(kw_only=True)
 class CommandOptions:
     """Options of `eval` and `predict`."""
-
-    # Fields that are probabilities.
-    probabilities: ClassVar[tuple[str, ...]] = ()
 
     checkpoint: str | None = None
     """"best" or a checkpoint of the run; null = the final weights."""
     device: str | None = None
     """Where to compute, such as cpu or cuda; null = the best device there is."""
-
-    def __post_init__(self) -> None:
-        for name in self.probabilities:
-            value = vars(self)[name]
-            require(0 <= value <= 1, f"{name} is {value}: it should be from 0 to 1")
 
 
 @dataclass(kw_only=True)
@@ -290,12 +226,7 @@ class EvalOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class PredictOptions(CommandOptions):
-    """Options of `predict`; a task adds its own."""
-
-
-@dataclass(kw_only=True)
-class ClassPredictOptions(PredictOptions):
+class ClassPredictOptions(CommandOptions):
     """Options of `predict` for tasks that predict classes of images."""
 
     format: Literal["table", "json", "csv"] = "table"
@@ -306,12 +237,11 @@ class ClassPredictOptions(PredictOptions):
     """Images in a batch."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_value("batch_size", self.batch_size, int, Range(1, MOST_IMAGES))
 
 
 @dataclass(kw_only=True)
-class DrawingPredictOptions(PredictOptions):
+class DrawingPredictOptions(CommandOptions):
     """Options of `predict` for tasks that draw their results."""
 
     output: str
@@ -322,33 +252,23 @@ class DrawingPredictOptions(PredictOptions):
 class TrainConfig:
     """Configuration of the training loop. A task adds its data and its model."""
 
+    # Settings that may change when a run is resumed, because the final weights do not depend on them.
+    free_on_resume: ClassVar[tuple[str, ...]] = (
+        "data.path",
+        "data.workers",
+        "run.checkpoint_minutes",
+        "run.checkpoint_steps",
+        "run.keep_checkpoints",
+        "run.log_every",
+        "run.output",
+        "run.resume",
+        "run.trackers",
+    )
+
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-
-# Settings that may change when a run is resumed, because the final weights do not depend on them.
-FREE_ON_RESUME = (
-    "data.path",
-    "data.eval_path",
-    "data.eval_annotations",
-    "data.eval_folder",
-    "data.labels",
-    "data.root",
-    "data.train_annotations",
-    "data.train_folder",
-    "data.workers",
-    "run.checkpoint_minutes",
-    "run.checkpoint_steps",
-    "run.keep_checkpoints",
-    "run.log_every",
-    "run.output",
-    "run.resume",
-    "run.trackers",
-)
-
-# Defaults that older versions wrote into config.yaml, which are null today.
-FORMER_DEFAULTS = {"data.train_split": "train", "data.eval_split": "validation"}
 
 # Settings that may change if the total batch stays the same.
 BATCH_SETTINGS = ("data.batch_size", "run.grad_accum_steps")
@@ -356,19 +276,13 @@ BATCH_SETTINGS = ("data.batch_size", "run.grad_accum_steps")
 
 def to_plain(config: Any) -> dict[str, Any]:
     """Return a configuration as dicts, lists, numbers and strings, for YAML and JSON."""
-    return asdict(config, dict_factory=lambda pairs: {name: _plain(value) for name, value in pairs})
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return asdict(
+        config, dict_factory=lambda fields: {name: list(v) if isinstance(v, tuple) else v for name, v in fields}
+    )
 
 
 def config_from_dict(kind: type[AnyConfig], values: Any) -> AnyConfig:
-    """Return a configuration with these values, parsed as recipes and options are.
-
-    Args:
-        kind: Its dataclass; fields may be dataclasses themselves.
-        values: Its fields by name, as they come out of a file; those that are missing keep their defaults.
+    """Return a configuration with values that come out of a file, parsed as recipes and options are.
 
     Raises:
         ValueError: A field is unknown, or its value is not valid; the message is one sentence without the file.
@@ -431,19 +345,16 @@ def read_plain(file: Path) -> dict[str, Any]:
     return plain
 
 
-def check_unchanged(before: dict[str, Any], now: dict[str, Any], is_same_batch: bool = False) -> None:
+def check_unchanged(before: dict[str, Any], now: TrainConfig, is_same_batch: bool = False) -> None:
     """Refuse to resume a run under settings that would make it another one.
 
     Args:
         before: The plain configuration that it was started with.
-        now: The plain configuration that it is to be resumed with.
+        now: The configuration that it is to be resumed with.
         is_same_batch: Whether the settings result in the same total batch; batch size and accumulation may then change.
     """
-    old, new = flattened(before), flattened(now)
-    free = {*FREE_ON_RESUME, *(BATCH_SETTINGS if is_same_batch else ())}
-    for name, former in FORMER_DEFAULTS.items():
-        if old.get(name) == former and name in new and new[name] is None:
-            old[name] = None
+    old, new = flattened(before), flattened(to_plain(now))
+    free = {*now.free_on_resume, *(BATCH_SETTINGS if is_same_batch else ())}
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
@@ -451,6 +362,6 @@ def check_unchanged(before: dict[str, Any], now: dict[str, Any], is_same_batch: 
     ]
     require(
         not changed,
-        f"{now['run']['output']} holds a run with other settings ({'; '.join(changed)}): choose another --run.output, "
+        f"{now.run.output} holds a run with other settings ({'; '.join(changed)}): choose another --run.output, "
         "or start over with --run.resume never",
     )

@@ -12,11 +12,8 @@ Result = TypeVar("Result")
 def run_on_all(accelerator: Accelerator, function: Callable[[], Result]) -> list[Result]:
     """Call a function in every process; if it fails in one of them, it fails in all.
 
-    A process that ended alone would leave the others waiting for it.
-
-    Args:
-        accelerator: The processes; all of them call this.
-        function: What to do. ValueError and OSError are shared; anything else ends its process alone.
+    A process that ended alone would leave the others waiting for it. ValueError and OSError are shared; anything else
+    ends its process alone.
 
     Returns:
         The results by process, the same in all of them.
@@ -39,12 +36,7 @@ def run_on_all(accelerator: Accelerator, function: Callable[[], Result]) -> list
 
 
 def run_on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
-    """Call a function in the main process; its result, or its error, is that of all.
-
-    Args:
-        accelerator: The processes; all of them call this.
-        function: See run_on_all.
-    """
+    """Call a function in the main process; its result, or its error, is that of all. See run_on_all."""
     nothing: Callable[[], Result | None] = lambda: None  # noqa: E731
     results = run_on_all(accelerator, function if accelerator.is_main_process else nothing)
     # Narrowed here, because the main process has called the function itself.
@@ -54,12 +46,7 @@ def run_on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Res
 def run_local_main_first(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
     """Call a function in one process of each machine, then in the others: they find downloaded files in the cache.
 
-    As accelerate's local_main_process_first, but an error in one process ends all of them instead of leaving the
-    others waiting.
-
-    Args:
-        accelerator: The processes; all of them call this.
-        function: See run_on_all.
+    As accelerate's local_main_process_first, but an error in one process ends all of them; see run_on_all.
 
     Returns:
         What the function returned in this process.

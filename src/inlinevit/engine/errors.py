@@ -6,12 +6,7 @@ class RunEnded(Exception):
 
 
 class Stopped(RunEnded):
-    """The run was asked to stop and has written a checkpoint.
-
-    Args:
-        message: What happened.
-        signal_number: The signal that asked for it.
-    """
+    """The run was asked to stop by a signal and has written a checkpoint."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

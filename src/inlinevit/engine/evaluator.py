@@ -1,5 +1,7 @@
 """Evaluation: one loop and one command for all tasks."""
 
+import csv
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +14,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from ..utils.atomic import atomic_write_bytes, make_output_dir
+from ..utils.atomic import atomic_text_writer, atomic_write_bytes, finite, make_output_dir
 from ..utils.validation import require
 from .config import EvalOptions
 from .outputs import check_output_folder
-from .results import dump_evaluation, percent, print_evaluation, write_rows
-from .setup import make_eval_accelerator, resolve_device
+from .results import percent, print_evaluation
+from .setup import check_precision, make_accelerator, resolve_device
 from .state import unsharded
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ class EvalData:
     folders: Sequence[Path] = ()
 
 
-def evaluate(
+def evaluate_model(
     model: nn.Module,
     evaluator: Evaluator,
     accelerator: Accelerator,
@@ -122,14 +124,12 @@ def evaluate(
     """Evaluate a model on all images, each counted once whatever the number of processes.
 
     Args:
-        model: In evaluation mode, on the device.
+        model: In evaluation mode, on the device. It is the bare model: DistributedDataParallel would wait for processes
+            that have fewer batches.
         evaluator: Data and metrics.
-        accelerator: The processes; all of them call this, and get the same result.
+        accelerator: The processes; all of them call this, and get the same Evaluation.
         device: Where to compute; None = the accelerator's device.
         show_progress: Show a progress bar.
-
-    Returns:
-        The Evaluation that the evaluator computes.
     """
     device = accelerator.device if device is None else device
     batches = evaluator.loader(accelerator.process_index, accelerator.num_processes)
@@ -137,26 +137,23 @@ def evaluate(
         batches = track(batches, "evaluating", console=Console(stderr=True), disable=not accelerator.is_main_process)
     evaluator.reset(device)
     dtype = DTYPES.get(accelerator.mixed_precision)
-    # Without DistributedDataParallel, which would wait for processes that have fewer batches.
-    unwrapped = accelerator.unwrap_model(model)
-    with torch.no_grad(), unsharded(unwrapped):
+    with torch.no_grad(), unsharded(model):
         for batch in batches:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                evaluator.update(unwrapped, batch)
+                evaluator.update(model, batch)
     return evaluator.compute(accelerator)
 
 
-def evaluate_command(task: type["Task"], model: str | None, options: EvalOptions) -> None:
-    """Evaluate a model: print tables and write evaluation.json, per_class.csv and the task's further files.
-
-    Args:
-        task: The task.
-        model: The folder of a training run, or a name if the task accepts one.
-        options: The task's options.
-    """
+def eval_command(task: type["Task"], model: str | None, options: EvalOptions) -> None:
+    """Run `eval`: print tables and write evaluation.json, per_class.csv and the task's further files."""
     run = task.find_run(model, options)
-    accelerator = make_eval_accelerator(options.precision)
-    device = choose_device(options, accelerator)
+    accelerator = make_accelerator(options.precision)
+    require(
+        options.device is None or accelerator.num_processes == 1,
+        "--device chooses the device of one process, but there are several: leave it out",
+    )
+    device = accelerator.device if options.device is None else resolve_device(options.device)
+    check_precision("precision", options.precision, device)
     default: Any = task.config_class()
     config = options.data.applied_to(None if run is None else run.config.data, default.data)
     data = task.open_eval_data(config, run, options)
@@ -166,42 +163,27 @@ def evaluate_command(task: type["Task"], model: str | None, options: EvalOptions
         check_output_folder(options.output, names, inputs=inputs, image_folders=data.folders)
     with accelerator.main_process_first():
         predictor: Predictor[Any] = task.load_predictor(model, options)
-    evaluator = predictor.evaluator(data, options)
+    evaluator = predictor.make_evaluator(data, options)
     predictor.check_memory(min(config.batch_size, len(data.source)))
     if options.output is not None:
         make_output_dir(Path(options.output))
-    evaluation = evaluate(predictor.model.to(device), evaluator, accelerator, device=device, show_progress=True)
+    evaluation = evaluate_model(predictor.model.to(device), evaluator, accelerator, device=device, show_progress=True)
     if accelerator.is_main_process:
         print_evaluation(f"{predictor.description(options)}, {data.location}", evaluation)
         if options.output is not None:
             facts = {"model": model, "checkpoint": options.checkpoint, "data": data.location}
-            facts |= {name: vars(options)[name] for name in options.probabilities}
             save_evaluation(evaluation, facts | predictor.settings(options), Path(options.output))
             Console(stderr=True).print(f"results are in {options.output}", markup=False, highlight=False)
     accelerator.end_training()
 
 
-def choose_device(options: EvalOptions, accelerator: Accelerator) -> torch.device:
-    """Return the device that `--device` names, or the accelerator's."""
-    if options.device is None:
-        return accelerator.device
-    require(
-        accelerator.num_processes == 1,
-        "--device chooses the device of one process, but there are several: leave it out",
-    )
-    device = resolve_device(options.device)
-    require(options.precision != "fp16" or device.type != "cpu", "precision fp16 needs a GPU: choose bf16, or no")
-    return device
-
-
 def save_evaluation(evaluation: Evaluation, facts: dict[str, Any], folder: Path) -> None:
-    """Write evaluation.json, per_class.csv and the task's further files.
-
-    Args:
-        evaluation: The evaluation.
-        facts: What was evaluated, for evaluation.json.
-        folder: Where the files go; it exists.
-    """
-    atomic_write_bytes(folder / EVALUATION_JSON, dump_evaluation(evaluation, facts))
-    write_rows(folder / PER_CLASS_CSV, evaluation.per_class())
+    """Write evaluation.json with the facts of what was evaluated, per_class.csv and the task's further files."""
+    numbers, rows = finite(evaluation.numbers()), evaluation.per_class()
+    content = {**facts, **numbers, "images": evaluation.images, "per_class": rows, **evaluation.details()}
+    atomic_write_bytes(folder / EVALUATION_JSON, json.dumps(content).encode())
+    with atomic_text_writer(folder / PER_CLASS_CSV, newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
     evaluation.save_files(folder)

@@ -8,10 +8,7 @@ import socket
 import warnings
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
-
-from ..utils.files import open_regular
 
 RUN_LOCK = ".lock"
 # Locked folders, by device and inode: fcntl's locks do not exclude runs of the same process from each other.
@@ -26,10 +23,11 @@ class RunLock:
 
     Args:
         folder: The folder of the run; it exists.
+        is_run: Whether a run has used the folder before; otherwise, the lock file of another program is not replaced.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / RUN_LOCK
+    def __init__(self, folder: Path, is_run: bool = True) -> None:
+        self.file, self.is_run = folder / RUN_LOCK, is_run
         self.stream: IO[bytes] | None = None
         self.key = (0, 0)
 
@@ -37,17 +35,11 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock.
-
-        Raises:
-            ValueError: Another process, or another run of this one, holds it.
-        """
+        """Take the lock; ValueError if another process, or another run of this one, holds it."""
         status = os.stat(self.file.parent)
         self.key = status.st_dev, status.st_ino
         if self.key in _HELD:
@@ -57,6 +49,11 @@ class RunLock:
             )
         stream = self._open()
         former = _read_owner(stream)
+        if former is not None and not self.is_run and not {"host", "pid"} <= former.keys():
+            stream.close()
+            raise ValueError(
+                f"{self.file} is not the lock of a training run and would be replaced: choose another --run.output"
+            )
         stream.seek(0)
         stream.truncate()
         own = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now().isoformat(timespec="seconds")}
@@ -101,27 +98,12 @@ class RunLock:
             stream.close()
 
     def release(self, folder: Path | None = None) -> None:
-        """Release the lock, and remove its file.
-
-        Args:
-            folder: Where the file is, if its folder was renamed.
-        """
+        """Release the lock, and remove its file, which is in `folder` if the folder of the run was renamed."""
         if self.stream is not None:
             (self.file if folder is None else folder / RUN_LOCK).unlink(missing_ok=True)
             self.stream.close()
             self.stream = None
             _HELD.discard(self.key)
-
-
-def is_foreign_lock(folder: Path) -> bool:
-    """Whether a folder has a lock file that says something, but not which process has written it."""
-    try:
-        with open_regular(folder / RUN_LOCK) as stream:
-            owner = _read_owner(stream)
-    except OSError:
-        # There is none, or taking the lock tells what is wrong with it.
-        return False
-    return owner is not None and not {"host", "pid"} <= owner.keys()
 
 
 def _read_owner(stream: IO[bytes]) -> dict[str, Any] | None:

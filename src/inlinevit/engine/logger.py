@@ -4,7 +4,6 @@ import json
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
@@ -23,20 +22,10 @@ EVALUATION_PREFIX = "eval_"
 class RunLogger:
     """Writes and shows the progress of a run; only the main process does.
 
-    Args:
-        config: The run's configuration.
-        accelerator: Its processes.
-        progress: How far the run has come. It has the sum of losses, so that checkpoints contain it.
-        total_steps: Steps to the end.
+    The progress has the sum of losses since the last line, so that checkpoints contain it.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        progress: RunProgress,
-        total_steps: int,
-    ) -> None:
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: RunProgress, total_steps: int) -> None:
         self.config, self.accelerator, self.progress, self.total_steps = config, accelerator, progress, total_steps
         self.first_step, self.steps_per_epoch = progress.step, progress.steps_per_epoch
         self.file = Path(config.run.output) / "metrics.jsonl"
@@ -52,6 +41,10 @@ class RunLogger:
             console=self.console,
             disable=not accelerator.is_main_process,
         )
+        self.task = self.bar.add_task(
+            "", total=total_steps, completed=self.first_step, epoch=0, loss=float("nan"), rate=0.0
+        )
+        self.started = time.monotonic()
         # Steps that this process has done since the last line, and their duration.
         self.steps, self.seconds = 0, 0.0
         self.latest: dict[str, float] = {}
@@ -63,16 +56,10 @@ class RunLogger:
             settings = flattened(to_plain(self.config))
             simple = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
             self.accelerator.init_trackers("inlinevit", config=simple)
-        self.started = time.monotonic()
         self.bar.start()
-        self.task = self.bar.add_task(
-            "", total=self.total_steps, completed=self.first_step, epoch=0, loss=float("nan"), rate=0.0
-        )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
         for tracker in self.accelerator.trackers:
             tracker.finish()
@@ -116,8 +103,9 @@ class RunLogger:
             self.write(step, self.latest)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of an evaluation."""
+        """Write and print the metrics of an evaluation."""
         self.write(step, {f"{EVALUATION_PREFIX}{name}": value for name, value in metrics.items()})
+        self.line(step, metrics)
 
     def line(self, step: int, metrics: dict[str, float]) -> None:
         """Print one line on how far the run is, and how long it will take."""

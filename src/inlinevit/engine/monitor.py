@@ -56,9 +56,6 @@ class StepMonitor:
     """Collects the numbers of steps on the device and reads them in blocks.
 
     All processes must call `read` after the same steps with the same `start` and `wait`, which average over processes.
-
-    Args:
-        accelerator: The processes.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -69,12 +66,7 @@ class StepMonitor:
         self.copy_is_done: torch.Event | None = None
 
     def add(self, step: StepValues, numbers: Tensor) -> None:
-        """Keep the numbers of a step.
-
-        Args:
-            step: What the host knows about the step.
-            numbers: Its numbers on the device, in the order of StepValues.own, (batches + 1,).
-        """
+        """Keep the numbers of a step, which are on the device in the order of StepValues.own, (batches + 1,)."""
         self.collected.append((step, numbers))
 
     def read(
@@ -103,10 +95,13 @@ class StepMonitor:
     def _start(self, requests: tuple[bool, bool]) -> None:
         """Start copying what was added to the host, with the means over all processes."""
         self.copied = [step for step, _ in self.collected]
-        numbers = torch.cat([*(numbers for _, numbers in self.collected), self._on_device(requests)])
+        on_gpu = self.accelerator.device.type == "cuda"
+        # Pinned, because copying from other memory waits for the device.
+        flags = torch.tensor(requests, dtype=torch.float32, pin_memory=on_gpu)
+        flags = flags.to(self.accelerator.device, non_blocking=True)
+        numbers = torch.cat([*(numbers for _, numbers in self.collected), flags])
         self.collected = []
         both = torch.stack([numbers, self.accelerator.reduce(numbers, "mean")])
-        on_gpu = both.device.type == "cuda"
         self.host = torch.empty(both.shape, pin_memory=on_gpu).copy_(both, non_blocking=True)
         if on_gpu:
             self.copy_is_done = torch.Event(both.device)
@@ -129,10 +124,3 @@ class StepMonitor:
             columns = slice(row * width, (row + 1) * width)
             step.own, step.mean = own[columns], mean[columns]
         return steps, (mean[-2] > 0, mean[-1] > 0)
-
-    def _on_device(self, requests: tuple[bool, bool]) -> Tensor:
-        """Requests as numbers on the device."""
-        values = torch.tensor(requests, dtype=torch.float32)
-        device = self.accelerator.device
-        # Pinned, because copying from other memory waits for the device.
-        return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -13,13 +13,7 @@ from ..utils.atomic import atomic_write_bytes, atomic_write_json
 
 
 def write_nan_dump(folder: Path, facts: dict[str, Any], weights: dict[str, Tensor], batch: Any) -> str:
-    """Write report.json, model.safetensors and batch.pt.
-
-    Args:
-        folder: Where to write.
-        facts: What is known about the step; they go into report.json.
-        weights: The model's weights.
-        batch: The batch of the step.
+    """Write report.json with what is known about the step, model.safetensors and batch.pt.
 
     Returns:
         A description of the weights in a few words.

@@ -5,24 +5,23 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..utils.atomic import is_stream
-from .checkpoints import MANIFEST, PROGRESS
-from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_FILES
+from ..utils.validation import require
+from .checkpoints import MANIFEST, STATE
+from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_FILES, metadata_files
 
 # What commands call the option that says where results go.
 OPTION = "--output"
+EMPTY = f"{OPTION} is empty: name where the results should go, or leave it out"
 
 
 def check_output_file(output: str, inputs: Iterable[str | Path]) -> Path:
-    """Refuse a file that results must not be written to. Nothing on the disk is changed.
+    """Return the path of a file for results; refuse one that must not be written to. Nothing on the disk is changed.
 
     Args:
         output: Where the results are to go; pipes and devices, such as /dev/stdout, are good.
         inputs: Files that are read; those that do not exist do no harm.
-
-    Returns:
-        The path of the file.
     """
-    _require_name(output)
+    require(bool(output.strip()), EMPTY)
     path = Path(output)
     if is_stream(path):
         return path
@@ -41,21 +40,20 @@ def check_output_folder(
     inputs: Iterable[str | Path] = (),
     image_folders: Iterable[Path] = (),
 ) -> Path:
-    """Refuse a folder that results must not be written to. Nothing on the disk is changed.
+    """Return the path of a folder for results; refuse one that must not be written to. Nothing on the disk is changed.
 
     Args:
         output: Where the results are to go.
         names: The files that will be written there.
         inputs: Files that are read.
         image_folders: Folders whose images are read: files and folders among them would count as data.
-
-    Returns:
-        The path of the folder.
     """
-    _require_name(output)
+    require(bool(output.strip()), EMPTY)
     folder = Path(output)
     _require_makeable(folder)
-    _require_outside(folder, image_folders)
+    for images in image_folders:
+        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(images)):
+            raise ValueError(f"{folder} lies in {images}, whose images are read: name another folder with {OPTION}")
     known = _identities(inputs)
     for name in names:
         if (folder / name).is_dir():
@@ -65,29 +63,11 @@ def check_output_folder(
     return folder
 
 
-def check_run_output(output: str, inputs: Iterable[str | Path]) -> None:
-    """Refuse the folder of a training run, if what the run leaves there would replace what it reads.
-
-    Args:
-        output: The folder.
-        inputs: Files that are read, such as the weights that the run starts from.
-    """
+def check_run_output(output: str, inputs: Iterable[str | Path], metadata: Iterable[str] = ()) -> None:
+    """Refuse the folder of a training run, if the files of the run and of its task would replace what it reads."""
     known = _identities(inputs)
-    for name in RUN_FILES:
+    for name in (*RUN_FILES, *metadata):
         _require_no_input(Path(output) / name, known)
-
-
-def _require_outside(folder: Path, image_folders: Iterable[Path]) -> None:
-    """Refuse a folder that lies in one whose images are read."""
-    place = Path(os.path.realpath(folder))
-    for images in image_folders:
-        if place.is_relative_to(os.path.realpath(images)):
-            raise ValueError(f"{folder} lies in {images}, whose images are read: name another folder with {OPTION}")
-
-
-def _require_name(output: str) -> None:
-    if not output.strip():
-        raise ValueError(f"{OPTION} is empty: name where the results should go, or leave it out")
 
 
 def _require_makeable(folder: Path) -> None:
@@ -105,12 +85,8 @@ def _require_makeable(folder: Path) -> None:
 
 def _identities(files: Iterable[str | Path]) -> dict[tuple[int, int], str]:
     """Files by what tells them from all others, whatever they are called and however often they are linked to."""
-    found: dict[tuple[int, int], str] = {}
-    for file in files:
-        if os.path.isfile(file):
-            status = os.stat(file)
-            found[status.st_dev, status.st_ino] = os.fspath(file)
-    return found
+    found = {file: os.stat(file) for file in files if os.path.isfile(file)}
+    return {(status.st_dev, status.st_ino): os.fspath(file) for file, status in found.items()}
 
 
 def _require_no_input(path: Path, inputs: dict[tuple[int, int], str]) -> None:
@@ -127,9 +103,9 @@ def _require_no_input(path: Path, inputs: dict[tuple[int, int], str]) -> None:
 def _require_no_run_file(path: Path) -> None:
     """Refuse a path that belongs to a training run or to one of its checkpoints."""
     folder = Path(os.path.realpath(path.parent))
-    in_checkpoint = any((one / MANIFEST).is_file() and (one / PROGRESS).is_file() for one in (folder, *folder.parents))
-    in_checkpoints = any(
-        one.name == RUN_CHECKPOINTS and (one.parent / RUN_CONFIG).is_file() for one in (folder, *folder.parents)
-    )
-    if in_checkpoint or in_checkpoints or (path.name in RUN_FILES and (folder / RUN_CONFIG).is_file()):
-        raise ValueError(f"{path} belongs to a training run: name another output, so that the run is not damaged")
+    for one in (folder, *folder.parents):
+        is_checkpoint = (one / MANIFEST).is_file() and (one / STATE).is_file()
+        holds_checkpoints = one.name == RUN_CHECKPOINTS and (one.parent / RUN_CONFIG).is_file()
+        is_run_file = one == folder and (one / RUN_CONFIG).is_file() and path.name in (*RUN_FILES, *metadata_files(one))
+        if is_checkpoint or holds_checkpoints or is_run_file:
+            raise ValueError(f"{path} belongs to a training run: name another output, so that the run is not damaged")

@@ -24,7 +24,7 @@ from ..data.images import (
     unique_names,
 )
 from ..utils.atomic import atomic_text_writer, atomic_write_png, disk_full_errors, json_list_writer, make_output_dir
-from .config import ClassPredictOptions, DrawingPredictOptions, PredictOptions
+from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions
 from .evaluator import EvalData, Evaluator
 from .outputs import check_output_file, check_output_folder
 from .results import CLASS_WRITERS, Prediction, Result
@@ -62,18 +62,13 @@ class Predictor(ABC, Generic[Result]):
 
         Args:
             images: In the colour mode of this predictor; one at a time, unless the options have a batch_size.
-            options: The task's PredictOptions.
+            options: The task's options of `predict`.
             device: Where the model is.
         """
 
     @abstractmethod
-    def evaluator(self, data: EvalData, options: Any) -> Evaluator:
-        """Return the evaluator of this model on some data; refuse data that it is not made for.
-
-        Args:
-            data: The data.
-            options: The task's EvalOptions.
-        """
+    def make_evaluator(self, data: EvalData, options: Any) -> Evaluator:
+        """Return the evaluator of this model on some data, with the options of `eval`; refuse data that do not fit."""
 
     def description(self, options: Any) -> str:
         """Return what is evaluated, for the title of tables."""
@@ -114,13 +109,7 @@ class DrawingPredictor(Predictor[Result]):
 
 
 def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
-    """Read images one after the other; those that cannot be used have an error.
-
-    Args:
-        files: The images.
-        mode: Pillow's name of the colour mode to convert them to.
-        max_pixels: Images with more pixels are refused; None = Pillow's limit.
-    """
+    """Read images one after the other; those that cannot be used have an error. See Predictor for the arguments."""
     for index in range(len(files)):
         name = files.name(index)
         try:
@@ -136,17 +125,10 @@ def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> 
 def predict(
     predictor: Predictor[Result],
     files: ImageFiles,
-    options: PredictOptions,
+    options: CommandOptions,
     device: torch.device | str | None = None,
 ) -> Iterator[Prediction[Result]]:
-    """Predict images one after the other, as they are read.
-
-    Args:
-        predictor: The model; it is moved to the device.
-        files: The images.
-        options: The task's options.
-        device: Where to compute; None = what the options say, or the best device there is.
-    """
+    """Predict images one after the other, as they are read, on a device or, if it is None, on that of the options."""
     chosen = resolve_device(options.device) if device is None else torch.device(device)
     batch_size = options.batch_size if isinstance(options, ClassPredictOptions) else 1
     predictor.check_memory(min(batch_size, len(files)))
@@ -163,14 +145,8 @@ def predict(
             yield one
 
 
-def predict_command(task: type["Task"], model: str, images: Sequence[str], options: PredictOptions) -> int:
-    """Predict images, and print or draw the results.
-
-    Args:
-        task: The task.
-        model: The folder of a training run, or a name if the task accepts one.
-        images: Images, folders of them, or glob patterns.
-        options: The task's options.
+def predict_command(task: type["Task"], model: str, images: Sequence[str], options: CommandOptions) -> int:
+    """Run `predict`: print the results, or draw them.
 
     Returns:
         The exit code: 1 if an image could not be used, else 0.
@@ -178,26 +154,29 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
     device = resolve_device(options.device)
     files = ImageFiles(images)
     inputs = [*(path for path, _ in files.files), *([options.checkpoint] if options.checkpoint else [])]
+    output: Path | None = None
     if isinstance(options, DrawingPredictOptions):
-        set_output_encoding(None)
-        folder = check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs)
-        drawing = task.load_predictor(model, options)
-        assert isinstance(drawing, DrawingPredictor)
-        failures = _write_drawings(drawing, files, options, device, folder)
-    else:
-        assert isinstance(options, ClassPredictOptions)
-        # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
-        set_output_encoding(None if options.format == "table" else "utf-8")
-        output = None if options.output is None else check_output_file(options.output, inputs)
-        predictor = task.load_predictor(model, options)
-        failures = _write_classes(predictor, files, options, device, output)
-    return 1 if failures else 0
-
-
-def set_output_encoding(encoding: str | None) -> None:
-    """Have stdout escape letters that its encoding lacks; None = keep the terminal's encoding."""
+        output = check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs)
+    elif not isinstance(options, ClassPredictOptions):
+        raise TypeError(f"{type(options).__name__} is not derived from ClassPredictOptions or DrawingPredictOptions")
+    elif options.output is not None:
+        output = check_output_file(options.output, inputs)
+    # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
+    for_programs = isinstance(options, ClassPredictOptions) and options.format != "table"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace", encoding=encoding)
+        sys.stdout.reconfigure(errors="backslashreplace", encoding="utf-8" if for_programs else None)
+    predictor = task.load_predictor(model, options)
+    failures: list[str] = []
+    predictions = _report_errors(predict(predictor, files, options, device), failures)
+    if isinstance(options, ClassPredictOptions):
+        # csv writes its own line endings.
+        with nullcontext(sys.stdout) if output is None else atomic_text_writer(output, newline="") as stream:
+            CLASS_WRITERS[options.format](predictions, stream)
+    elif isinstance(predictor, DrawingPredictor):
+        _write_drawings(predictor, files, predictions, Path(options.output))
+    else:
+        raise TypeError(f"{type(predictor).__name__} draws nothing: derive it from DrawingPredictor")
+    return 1 if failures else 0
 
 
 def _report_errors(predictions: Iterable[Prediction[Result]], failures: list[str]) -> Iterator[Prediction[Result]]:
@@ -209,38 +188,16 @@ def _report_errors(predictions: Iterable[Prediction[Result]], failures: list[str
         yield prediction
 
 
-def _write_classes(
-    predictor: Predictor[Any],
-    files: ImageFiles,
-    options: ClassPredictOptions,
-    device: torch.device,
-    output: Path | None,
-) -> list[str]:
-    """Write predicted classes to a file or to stdout, and return the images that failed."""
-    failures: list[str] = []
-    predictions = predict(predictor, files, options, device)
-    # csv writes its own line endings.
-    with nullcontext(sys.stdout) if output is None else atomic_text_writer(output, newline="") as stream:
-        CLASS_WRITERS[options.format](_report_errors(predictions, failures), stream)
-    return failures
-
-
 def _write_drawings(
-    predictor: DrawingPredictor[Any],
-    files: ImageFiles,
-    options: DrawingPredictOptions,
-    device: torch.device,
-    folder: Path,
-) -> list[str]:
-    """Write drawings and predictions.json into a folder, and return the images that failed."""
-    failures: list[str] = []
+    predictor: DrawingPredictor[Any], files: ImageFiles, predictions: Iterable[Prediction[Any]], folder: Path
+) -> None:
+    """Write drawings and predictions.json into a folder."""
     make_output_dir(folder)
     suffixes = predictor.drawing_suffixes
     names = unique_names(files, folder, list(suffixes.values()))
-    predictions = predict(predictor, files, options, device)
     with disk_full_errors(folder), json_list_writer(folder / PREDICTIONS_JSON) as write:
-        for prediction, name in zip(_report_errors(predictions, failures), names, strict=True):
-            if prediction.error is not None or prediction.image is None or prediction.result is None:
+        for prediction, name in zip(predictions, names, strict=True):
+            if prediction.image is None or prediction.result is None:
                 write({"file": prediction.file, "error": prediction.error})
                 continue
             shown = predictor.render(prediction.image, prediction.result)
@@ -250,4 +207,3 @@ def _write_drawings(
             width, height = prediction.image.size
             drawn = {key: display_name(f"{name}{suffixes[key]}") for key in shown.drawings}
             write({"file": prediction.file, "width": width, "height": height, **drawn, **shown.record})
-    return failures

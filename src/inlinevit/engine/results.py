@@ -1,12 +1,10 @@
 """Tables, CSV and JSON: how the results of evaluations and predictions are printed and written."""
 
 import csv
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
+from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
 from PIL import Image
 from rich.console import Console
@@ -14,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.images import printable
-from ..utils.atomic import atomic_text_writer, finite, json_items
+from ..utils.atomic import json_items
 
 if TYPE_CHECKING:
     from .evaluator import Evaluation
@@ -50,12 +48,7 @@ def make_table(rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def class_rows(names: Sequence[str], scores: Mapping[str, Sequence[float]]) -> list[dict[str, str]]:
-    """Return the rows of a table of classes: all of them or, if there are many, the worst and the best.
-
-    Args:
-        names: The classes.
-        scores: Shares by heading, one for each class; classes are ranked by the first heading.
-    """
+    """Return the rows of a table of classes: all or, if there are many, the worst and the best by the first heading."""
     if len(names) <= MOST_LISTED:
         columns = zip(names, *scores.values(), strict=True)
         return [
@@ -78,27 +71,6 @@ def print_evaluation(title: str, evaluation: "Evaluation") -> None:
     for rows in [*evaluation.tables(), class_rows(*evaluation.class_scores())]:
         if rows:
             console.print(make_table(rows))
-
-
-def dump_evaluation(evaluation: "Evaluation", facts: Mapping[str, Any]) -> bytes:
-    """Return the content of evaluation.json.
-
-    Args:
-        evaluation: The evaluation.
-        facts: What was evaluated.
-    """
-    numbers = finite(evaluation.numbers())
-    rows = evaluation.per_class()
-    content = {**facts, **numbers, "images": evaluation.images, "per_class": rows, **evaluation.details()}
-    return json.dumps(content).encode()
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a CSV file with one line for each row; all rows have the same keys."""
-    with atomic_text_writer(path, newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 @dataclass
@@ -157,17 +129,12 @@ def write_json(predictions: ClassPredictions, stream: TextIO) -> None:
     """Write a list of objects; those of images with an error have it in place of predictions."""
     with json_items(stream) as write:
         for prediction in predictions:
-            write(class_record(prediction))
-
-
-def class_record(prediction: Prediction[list[ClassProbability]]) -> dict[str, Any]:
-    """Return the JSON object of an image."""
-    if prediction.error is not None:
-        return {"file": prediction.file, "error": prediction.error}
-    classes = [
-        {"class": one.name, "index": one.index, "probability": one.probability} for one in prediction.result or []
-    ]
-    return {"file": prediction.file, "predictions": classes}
+            classes = [
+                {"class": one.name, "index": one.index, "probability": one.probability}
+                for one in prediction.result or []
+            ]
+            outcome = {"predictions": classes} if prediction.error is None else {"error": prediction.error}
+            write({"file": prediction.file, **outcome})
 
 
 def write_csv(predictions: ClassPredictions, stream: TextIO) -> None:

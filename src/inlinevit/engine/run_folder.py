@@ -11,14 +11,23 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 
-from ..utils.atomic import atomic_write_bytes, atomic_write_json, disk_full_errors, finite, make_output_dir
+from ..utils.atomic import atomic_write_bytes, atomic_write_json, finite, make_output_dir
 from ..utils.validation import require
 from .checkpoints import MANIFEST, CheckpointFolder, Progress, archive_folder, find_damage, pack_weights
 from .config import TrainConfig, check_unchanged, read_plain, to_plain
 from .distributed import run_on_all, run_on_main
 from .lock import RUN_LOCK, RunLock
-from .runs import RUN_CHECKPOINTS, RUN_CONFIG, RUN_WEIGHTS, check_free_folder, check_lock_file, check_run_folder
-from .state import get_weights, is_sharded, pack, restore, save_shards
+from .runs import (
+    RUN_CHECKPOINTS,
+    RUN_CONFIG,
+    RUN_TASK,
+    RUN_WEIGHTS,
+    check_free_folder,
+    check_run_folder,
+    is_run,
+    task_of,
+)
+from .state import get_weights, is_sharded, pack, restore
 
 
 class RunFolder:
@@ -29,10 +38,14 @@ class RunFolder:
     Args:
         config: The run's configuration.
         accelerator: The processes; each of them constructs one.
+        command: The word of the task's commands.
+        metadata: Contents of the task's JSON files, by name.
     """
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, command: str, metadata: dict[str, Any]) -> None:
         self.config, self.accelerator = config, accelerator
+        name, command = task_of(type(config)), f"inlinevit {command}".strip()
+        self.metadata = {RUN_TASK: {"name": name, "command": command, "files": list(metadata)}, **metadata}
         self.path = Path(config.run.output)
         self.checkpoints = CheckpointFolder(self.path / RUN_CHECKPOINTS, config.run.keep_checkpoints)
         self.lock: RunLock | None = None
@@ -40,15 +53,10 @@ class RunFolder:
         self.resume_path = run_on_main(accelerator, self._find_checkpoint)
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from, if there is one; nothing is changed.
-
-        Raises:
-            ValueError: The folder is in use, is not that of a run, or cannot be resumed.
-        """
+        """Return the checkpoint to resume from, if there is one; nothing is changed."""
         if not self.path.is_dir():
             return self._choose_checkpoint()
-        check_lock_file(self.path)
-        with RunLock(self.path):
+        with RunLock(self.path, is_run(self.path)):
             return self._choose_checkpoint()
 
     def _choose_checkpoint(self) -> Path | None:
@@ -65,7 +73,7 @@ class RunFolder:
             return path
         newest = self.checkpoints.newest_good()
         if newest is None:
-            check_free_folder(self.path)
+            check_free_folder(self.path, self.metadata)
         return newest
 
     @contextmanager
@@ -81,8 +89,7 @@ class RunFolder:
     def _lock(self) -> None:
         """Lock the folder, and rename it first if the run is to start over."""
         make_output_dir(self.path)
-        check_lock_file(self.path)
-        lock = RunLock(self.path)
+        lock = RunLock(self.path, is_run(self.path))
         lock.acquire()
         resume = self.config.run.resume
         if self.resume_path is None and resume == "auto" and self.checkpoints.paths():
@@ -100,71 +107,54 @@ class RunFolder:
         self.lock = lock
 
     def begin(
-        self,
-        progress: Progress,
-        notes: dict[str, Any],
-        model: nn.Module,
-        ema: nn.Module | None,
-        optimizer: Any,
-        configured_batch: int,
+        self, progress: Progress, model: nn.Module, ema: nn.Module | None, optimizer: Any, is_same_batch: bool
     ) -> None:
         """Load the checkpoint to resume from, if there is one, and write the configuration.
 
         Args:
             progress: How far the run has come.
-            notes: Contents of JSON files to write beside the results, by name.
             model: The model.
             ema: The model with averaged weights, if there is one.
             optimizer: The model's optimizer, as accelerate has prepared it.
-            configured_batch: The total batch of the settings as they are.
+            is_same_batch: Whether the settings result in the total batch of the run.
         """
-        config, path = to_plain(self.config), self.resume_path
 
-        def resume(path: Path) -> None:
+        def resume() -> None:
+            path = self.resume_path
+            if path is None:
+                return
             require(path.is_dir(), f"{self.path} is not the same on all machines: name a folder that they share")
             if self.config.run.resume == "auto":
-                check_unchanged(read_plain(self.path / RUN_CONFIG), config, configured_batch == progress.total_batch)
+                check_unchanged(read_plain(self.path / RUN_CONFIG), self.config, is_same_batch)
             restore(path, model, ema, optimizer, self.accelerator)
 
         def write() -> None:
             self.checkpoints.resume_from(progress)
-            atomic_write_bytes(self.path / RUN_CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
-            for name, content in notes.items():
-                atomic_write_json(self.path / f"{name}.json", content)
+            config = yaml.safe_dump(to_plain(self.config), sort_keys=False)
+            atomic_write_bytes(self.path / RUN_CONFIG, config.encode())
+            for name, content in self.metadata.items():
+                atomic_write_json(self.path / name, content)
 
-        if path is not None:
-            run_on_all(self.accelerator, lambda: resume(path))
+        run_on_all(self.accelerator, resume)
         run_on_main(self.accelerator, write)
 
     def save(self, progress: Progress, model: nn.Module, ema: nn.Module | None, optimizer: Any) -> None:
         """Write a checkpoint; arguments as for begin."""
-        if not is_sharded(model):
-            run_on_main(
-                self.accelerator,
-                lambda: self.checkpoints.save(progress, pack(model, ema, optimizer, self.accelerator)),
-            )
+        if is_sharded(model):
+            files = pack(model, ema, optimizer, self.accelerator)
+            run_on_main(self.accelerator, lambda: self.checkpoints.save(progress, files))
             return
-        aside = run_on_main(self.accelerator, lambda: self.checkpoints.prepare(progress.step))
-
-        def write() -> Any:
-            with disk_full_errors(aside):
-                return save_shards(aside, model, optimizer, self.accelerator)
-
-        parts = run_on_all(self.accelerator, write)
-        written = {name: entry for entries, _ in parts for name, entry in entries.items()}
-        run_on_main(self.accelerator, lambda: self.checkpoints.commit(progress, parts[0][1], written))
+        run_on_main(
+            self.accelerator,
+            lambda: self.checkpoints.save(progress, pack(model, ema, optimizer, self.accelerator)),
+        )
 
     def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""
         run_on_main(self.accelerator, lambda: self.checkpoints.save_evaluation(progress))
 
     def write_results(self, progress: Progress, model: nn.Module) -> None:
-        """Write the final weights and the results of the last evaluation.
-
-        Args:
-            progress: How far the run has come.
-            model: The model to export.
-        """
+        """Write the final weights and the results of the last evaluation."""
         weights = get_weights(model)
         if self.accelerator.is_main_process:
             atomic_write_bytes(self.path / RUN_WEIGHTS, pack_weights(weights))

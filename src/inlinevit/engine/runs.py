@@ -2,19 +2,16 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_json, read_yaml
 from ..utils.validation import require
-from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
+from .checkpoints import MANIFEST, WEIGHT_FILES, CheckpointFolder, find_damage
 from .config import AnyConfig, config_from_dict
-from .lock import RUN_LOCK, is_foreign_lock
+from .lock import RUN_LOCK
 
 Parsed = TypeVar("Parsed")
 
@@ -22,13 +19,10 @@ RUN_CONFIG = "config.yaml"
 RUN_WEIGHTS = "model.safetensors"
 RUN_CHECKPOINTS = "checkpoints"
 BEST = "best"
-# In a checkpoint, averaged weights are preferred.
-CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
-# Names the task of a run; what else tasks store beside the results.
+# Names the task of a run, its command and its further files.
 RUN_TASK = "task.json"
-RUN_METADATA = (RUN_TASK, "classes.json", "categories.json", "labels.json")
-# What a run writes into its folder, besides its checkpoints.
-RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, "results.json", "metrics.jsonl", *RUN_METADATA)
+# What every run writes into its folder, besides its checkpoints.
+RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, RUN_TASK, "results.json", "metrics.jsonl")
 
 
 def is_run(folder: Path) -> bool:
@@ -58,17 +52,9 @@ def check_run_folder(folder: Path) -> None:
         )
 
 
-def check_lock_file(folder: Path) -> None:
-    """Refuse a folder whose lock would replace the file of another program."""
-    if is_foreign_lock(folder) and not is_run(folder):
-        raise ValueError(
-            f"{folder / RUN_LOCK} is not the lock of a training run and would be replaced: choose another --run.output"
-        )
-
-
-def check_free_folder(folder: Path) -> None:
-    """Refuse a folder in which a run that starts would replace files that are not those of a run."""
-    taken = [name for name in (*RUN_FILES, RUN_CHECKPOINTS) if os.path.lexists(folder / name)]
+def check_free_folder(folder: Path, metadata: Iterable[str]) -> None:
+    """Refuse a folder in which a new run and its task's files would replace files that are not those of a run."""
+    taken = [name for name in (*RUN_FILES, *metadata, RUN_CHECKPOINTS) if os.path.lexists(folder / name)]
     if taken and not is_run(folder):
         raise ValueError(
             f"{folder} holds {taken[0]}, which is not of a training run and would be replaced: choose another "
@@ -78,12 +64,7 @@ def check_free_folder(folder: Path) -> None:
 
 @dataclass
 class Run(Generic[AnyConfig]):
-    """A training run that is read.
-
-    Attributes:
-        folder: Its folder.
-        config: Its configuration.
-    """
+    """A training run that is read."""
 
     folder: Path
     config: AnyConfig
@@ -93,12 +74,7 @@ class Run(Generic[AnyConfig]):
         return run_weights(self.folder, checkpoint)
 
     def metadata(self, name: str, parse: Callable[[Any], Parsed]) -> Parsed:
-        """Read what the task has stored in a JSON file.
-
-        Args:
-            name: The file.
-            parse: From its content to what is needed; raises ValueError, TypeError or KeyError if that is not there.
-        """
+        """Read a JSON file of the task; `parse` raises ValueError, TypeError or KeyError if its content is wrong."""
         file = self.folder / name
         remedy = "restore it from the run, or train again"
         try:
@@ -115,11 +91,7 @@ def has_config(folder: str) -> bool:
 
 
 def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
-    """Open a training run.
-
-    Args:
-        config_class: The task's configuration.
-        folder: The folder of the run.
+    """Open the folder of a training run, which has a configuration of this class.
 
     Raises:
         FileNotFoundError: There is no run.
@@ -130,7 +102,10 @@ def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
     if not has_config(folder):
         problem = f"{folder} holds no {RUN_CONFIG}" if path.is_dir() else f"no folder at {folder}"
         raise FileNotFoundError(f"{problem}: name the folder of a {task} run")
-    _require_task(path, task)
+    # Without task.json, the configuration decides.
+    stored = _read_task(path)
+    name, command = stored.get("name", task), stored.get("command", "inlinevit")
+    require(name == task, f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
     try:
         return Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
     except (ValueError, TypeError) as error:
@@ -143,16 +118,19 @@ def task_of(config_class: type) -> str:
     return config_class.__name__.removesuffix("Config").lower()
 
 
-def _require_task(folder: Path, task: str) -> None:
-    """Refuse the run of another task."""
+def _read_task(folder: Path) -> dict[str, Any]:
+    """Return the content of task.json; empty if the file is missing or damaged."""
     try:
-        stored = read_json(folder / RUN_TASK)
-        name, command = str(stored["name"]), str(stored["command"])
-    except (OSError, ValueError, TypeError, KeyError):
-        # Without the file, the configuration decides.
-        return
-    if name != task:
-        raise ValueError(f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
+        content = read_json(folder / RUN_TASK)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def metadata_files(folder: Path) -> list[str]:
+    """Return the names of the task's files in the folder of a run."""
+    names = _read_task(folder).get("files")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def run_weights(run: Path, checkpoint: str | None) -> Path:
@@ -186,25 +164,7 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
 
 
 def _weights_in(checkpoint: Path) -> Path:
-    for name in CHECKPOINT_WEIGHTS:
+    for name in WEIGHT_FILES:
         if (checkpoint / name).is_file():
             return checkpoint / name
-    if next(checkpoint.glob("shard-*.safetensors"), None) is not None:
-        return _merged(checkpoint)
-    raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(CHECKPOINT_WEIGHTS)}: name a checkpoint or a file")
-
-
-def _merged(checkpoint: Path) -> Path:
-    """Return the weights of a sharded checkpoint as one file, which is written beside the checkpoint if missing."""
-    # Imported here: torch.distributed is slow to import, and sharded checkpoints are rare.
-    from .state import read_shards, shard_layout
-
-    checkpoint = checkpoint.resolve()
-    file = checkpoint.parent / f"{checkpoint.name}.safetensors"
-    if not file.is_file() or file.stat().st_mtime < (checkpoint / MANIFEST).stat().st_mtime:
-        layout = {name: value for name, value in shard_layout(checkpoint).items() if name.startswith("model.")}
-        tensors = {name: torch.empty_like(value, device="cpu") for name, value in layout.items()}
-        read_shards(checkpoint, tensors, prefix="model.")
-        weights = {name.removeprefix("model."): value for name, value in tensors.items()}
-        atomic_write_bytes(file, pack_weights(weights))
-    return file
+    raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(WEIGHT_FILES)}: name a checkpoint or a file")

@@ -45,21 +45,21 @@ def join_restarted_job() -> None:
     torch.distributed.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size)
 
 
-def make_accelerator(run: RunConfig) -> Accelerator:
-    """Return an accelerator for one process or many, as launched.
-
-    Args:
-        run: How the machine is used.
-    """
-    if run.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+def make_accelerator(precision: str, **options: Any) -> Accelerator:
+    """Return an accelerator for one process or many, as launched, with these arguments of accelerate's Accelerator."""
     join_restarted_job()
     # Precision is shared by all accelerators of a process; a second run may want another one than the first.
     AcceleratorState._reset_state()
-    accelerator = Accelerator(
-        # Without this, several processes without a GPU would each train alone, and write over each other's results.
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision=run.precision,
+    # Without `cpu`, several processes without a GPU would each work alone, and write over each other's results.
+    return Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=precision, **options)
+
+
+def make_train_accelerator(run: RunConfig) -> Accelerator:
+    """Return an accelerator for training."""
+    if run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    accelerator = make_accelerator(
+        run.precision,
         gradient_accumulation_steps=run.grad_accum_steps,
         log_with=list(run.trackers) or None,
         project_dir=run.output,
@@ -68,37 +68,17 @@ def make_accelerator(run: RunConfig) -> Accelerator:
     )
     missing = set(run.trackers) - {str(tracker) for tracker in accelerator.log_with}
     require(not missing, f"run.trackers names {', '.join(sorted(missing))}, which is not installed: pip install it")
-    # accelerate would train in full precision without a warning.
-    on_cpu = accelerator.device.type == "cpu"
-    require(run.precision != "fp16" or not on_cpu, "run.precision fp16 needs a GPU: choose bf16, or no")
-    require(
-        not run.fsdp or run.precision != "fp16",
-        "run.fsdp does not scale losses as fp16 needs it: use run.precision bf16",
-    )
+    check_precision("run.precision", run.precision, accelerator.device)
     return accelerator
 
 
-def make_eval_accelerator(precision: str) -> Accelerator:
-    """Return an accelerator for one process or many, as launched, for a command that does not train.
-
-    Args:
-        precision: "no", "bf16" or "fp16".
-    """
-    join_restarted_job()
-    # On a machine without a GPU, accelerate would take each of torchrun's processes for the only one.
-    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
-    # accelerate would compute in full precision without a warning.
-    on_cpu = accelerator.device.type == "cpu"
-    require(precision != "fp16" or not on_cpu, "precision fp16 needs a GPU: choose bf16, or no")
-    return accelerator
+def check_precision(option: str, precision: str, device: torch.device) -> None:
+    """Refuse a precision in which accelerate would compute in full precision without a warning."""
+    require(precision != "fp16" or device.type != "cpu", f"{option} fp16 needs a GPU: choose bf16, or no")
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device of a command that does not train.
-
-    Args:
-        name: Its name, such as cpu or cuda; None = the best there is.
-    """
+    """Return the device that `--device` names, such as cpu or cuda; None = the best there is."""
     if name is None:
         return PartialState().device
     try:
@@ -132,11 +112,7 @@ def convert_batch_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without memory for its weights; some of timm's cannot be built so, and get their weights.
-
-    Args:
-        build: Builds the model on torch's default device.
-    """
+    """Build a model without memory for its weights; some of timm's cannot be built so, and get their weights."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             # Weights that are loaded have no effect here: they come from the main process.
@@ -149,12 +125,8 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard the parameters of a model over the processes, block by block, in place.
 
-    Each process gets memory for its shards only. Their values, and those of buffers, are those of the main process.
-    Our blocks, and nearly all of timm's, are of classes called …Block.
-
-    Args:
-        model: The model; only in the main process its weights matter, elsewhere it may be on the meta device.
-        accelerator: The processes.
+    Each process gets memory for its shards only. Their values, and those of buffers, are those of the main process;
+    elsewhere, the model may be on the meta device. Our blocks, and nearly all of timm's, are of classes called …Block.
     """
     blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
     require(len(blocks) > 0, f"run.fsdp finds no blocks to shard by in {type(model).__name__}: train it without")
@@ -190,9 +162,17 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int) 
     known = [str(name) for name in list_optimizers()]
     hint = did_you_mean(config.name, known) or "try adamw, lamb, lion or sgd"
     require(config.name.lower() in known, f"timm has no optimizer called {config.name!r}: {hint}")
-    second_order = get_optimizer_info(config.name.lower()).second_order
-    require(not second_order, f"optimizer {config.name} needs second derivatives, which are not computed: try adamw")
-    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps} if "adam" in config.name.lower() else {}
+    info = get_optimizer_info(config.name.lower())
+    require(
+        not info.second_order, f"optimizer {config.name} needs second derivatives, which are not computed: try adamw"
+    )
+    options: dict[str, Any] = {}
+    for name, is_known in {"betas": info.has_betas and info.num_betas == 2, "eps": info.has_eps}.items():
+        value = vars(config)[name]
+        is_given = value != vars(OptimizerConfig)[name]
+        require(is_known or not is_given, f"optimizer {config.name} does not take optimizer.{name}: leave it out")
+        if is_given or (is_known and "adam" in config.name.lower()):
+            options[name] = value
     try:
         return create_optimizer_v2(
             model,

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 # A launcher may forward a signal that the whole process group gets: within these seconds, it counts once.
 REPEATED_SIGNAL = 0.2
@@ -30,9 +30,7 @@ class StopRequest:
         }
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.former_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -41,15 +39,10 @@ class StopRequest:
         if number == signal.SIGINT == self.signal_number:
             raise KeyboardInterrupt
         if number == signal.SIGTERM == self.signal_number and time.monotonic() - self.time > REPEATED_SIGNAL:
-            end_at_once()
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.signal_number is None:
             self.time = time.monotonic()
         self.signal_number = number
-
-
-def end_at_once() -> None:
-    """End this process and its data workers, as SIGTERM does by default."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)

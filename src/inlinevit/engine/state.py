@@ -1,18 +1,14 @@
 """Weights and states of models and optimizers, sharded or not: to files and back."""
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .checkpoints import FileEntry, pack_state, pack_weights, read_state, read_weights, sha256_of
+from .checkpoints import LARGEST_COUNT, pack_state, pack_weights, read_state, read_weights
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -61,23 +57,8 @@ def get_weights(model: nn.Module) -> dict[str, Tensor]:
     return _copied(get_model_state_dict(model, options=FULL))
 
 
-def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load all weights.
-
-    Raises:
-        ValueError: A weight is missing, unknown, or of another shape or type; the model is left as it was.
-    """
-    _check_weights(get_model_state_dict(model), weights)
-    set_model_state_dict(model, dict[str, Any](weights), options=FULL)
-
-
-def _check_weights(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse weights that are not those of a model.
-
-    Args:
-        own: The model's, by name.
-        given: Tensors, or whatever has a shape and a dtype.
-    """
+def check_weights(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse weights that are not those of a model, by name; only their shapes and types matter."""
     for name in sorted(own.keys() | given.keys()):
         ours, theirs = own.get(name), given.get(name)
         if theirs is None:
@@ -102,7 +83,7 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
     return _copied(model.state_dict())
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Any) -> Any:
     """A tensor that may be sharded, as an ordinary one; with a sharded one, every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -121,7 +102,7 @@ def _copied(weights: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def pack(model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> dict[str, bytes]:
-    """Return the files of a checkpoint of a model that is not sharded.
+    """Return the files of a checkpoint; with a sharded model, every process must call this, and the main one gets them.
 
     Args:
         model: The model.
@@ -129,249 +110,126 @@ def pack(model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: A
         optimizer: The model's optimizer, as accelerate has prepared it.
         accelerator: The processes.
     """
-    weights = {"model.safetensors": pack_weights(get_weights(model))}
-    if ema is not None:
-        weights["ema.safetensors"] = pack_weights(get_weights(ema))
-    return {**weights, **pack_state({"optimizer": optimizer.optimizer.state_dict(), **_scaler_state(accelerator)})}
+    models = {"model": model} if ema is None else {"model": model, "ema": ema}
+    weights = {f"{name}.safetensors": pack_weights(get_weights(module)) for name, module in models.items()}
+    state: dict[str, Any] = optimizer.optimizer.state_dict()
+    if is_sharded(model):
+        state = {}
+        for name, value in _sharded_state(model, optimizer).items():
+            # One after the other, because all of them may not fit into the memory of a device.
+            whole = whole_tensor(value)
+            if accelerator.is_main_process:
+                state[name] = whole.cpu() if isinstance(whole, Tensor) else whole
+    return {**weights, **pack_state(_with_scaler(state, accelerator))}
 
 
 def restore(path: Path, model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> None:
-    """Load a checkpoint, for sharded models and others.
+    """Load a checkpoint; a sharded model may have been saved by any number of processes.
 
     Raises:
         ValueError: It does not fit.
     """
-    if is_sharded(model):
-        _load_shards(path, model, optimizer, accelerator)
+    # All processes together, before one of them can fail.
+    own = _sharded_state(model, optimizer) if is_sharded(model) else None
+    models = {"model": model} if ema is None else {"model": model, "ema": ema}
+    weights = {name: read_weights(path, name) for name in models}
+    for name, module in models.items():
+        check_weights(get_model_state_dict(module), weights[name])
+    # The optimizer first, because finding out what its state looks like changes weights.
+    if own is not None:
+        state = _placed_like(own, _read_like(path, own, accelerator))
+        set_optimizer_state_dict(model, optimizer.optimizer, state, options=SHARDED)
+        set_model_state_dict(model, _placed_like(get_model_state_dict(model), weights["model"]), options=SHARDED)
         return
-    weights = read_weights(path, "model")
-    _check_weights(get_model_state_dict(model), weights)
-    averaged = None if ema is None else read_weights(path, "ema")
-    if ema is not None and averaged is not None:
-        _check_weights(get_model_state_dict(ema), averaged)
-    state = read_state(path)
-    if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
-        raise ValueError(f"checkpoint {path} does not hold the state of an optimizer: resume from another one")
-    try:
-        # The optimizer first, because finding out what its state looks like changes weights.
-        optimizer.optimizer.load_state_dict(_checked_state(state["optimizer"], optimizer.optimizer))
-        _load_scaler(accelerator, state["scaler"])
-    except ValueError as error:
-        raise _mismatch(path, error) from None
-    set_weights(model, weights)
-    if ema is not None and averaged is not None:
-        set_weights(ema, averaged)
+    optimizer.optimizer.load_state_dict(_read_like(path, _stepped_state(optimizer.optimizer), accelerator))
+    for name, module in models.items():
+        set_model_state_dict(module, dict[str, Any](weights[name]), options=FULL)
 
 
-def _mismatch(path: Path, error: ValueError) -> ValueError:
-    return ValueError(
-        f"the state in checkpoint {path} is not that of this run's optimizer ({error}): resume with the settings it "
-        "was written with, or from another checkpoint"
-    )
+def _sharded_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return the state of an optimizer by parameter names; an optimizer without a state takes a step first."""
+    return get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
 
 
-def _scaler_state(accelerator: Accelerator) -> dict[str, Any]:
-    return {"scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict()}
+def _placed_like(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of which tensors are sharded as our own are, by name."""
+    placed = dict(values)
+    for name, tensor in own.items():
+        if isinstance(tensor, DTensor):
+            value = values[name].to(tensor.device)
+            # Every process has read the whole tensor, and takes its part.
+            placed[name] = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return placed
 
 
-def _load_scaler(accelerator: Accelerator, state: Any) -> None:
-    own = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-    checked_values = _like(own, state, "scaler")
-    if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(checked_values)
+def _with_scaler(state: Any, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the state of an optimizer together with that of float16's gradient scaler."""
+    return {"optimizer": state, "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict()}
 
 
-def _checked_state(state: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of an optimizer, checked against that of this one after a step, with tuples for lists.
-
-    Args:
-        state: The state that was read.
-        optimizer: It takes a step, which changes its state and its parameters.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+def _stepped_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer after a step, which changes its parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
-    own = optimizer.state_dict()
-    if not isinstance(state, dict) or state.keys() != own.keys():
-        raise ValueError(f"it should have {', '.join(own)}")
-    checked_values = {name: _like(own[name], state[name], name) for name in own if name != "state"}
-    by_parameter = state["state"]
-    if not isinstance(by_parameter, dict):
-        raise ValueError("it has no state of parameters")
-    shapes = dict(enumerate(tuple(parameter.shape) for parameter in parameters))
-    checked: dict[int, Any] = {}
-    for index, values in by_parameter.items():
-        if index not in own["state"] or not isinstance(values, dict):
-            raise ValueError(f"it has a state of parameter {index!r:.20}, which this optimizer does not have")
-        expected = own["state"][index]
-        if not expected.keys() <= values.keys():
-            raise ValueError(f"parameter {index} lacks {min(expected.keys() - values.keys())}")
-        checked[index] = {
-            # What an optimizer adds after some steps, such as Lookahead's slow weights, is like the parameter.
-            name: _like(expected.get(name, torch.empty(shapes[index])), value, f"{name} of parameter {index}")
-            for name, value in values.items()
-        }
-        _check_steps({f"{name} of parameter {index}": value for name, value in values.items() if name == "step"})
-    return {**checked_values, "state": checked}
+    return optimizer.state_dict()
 
 
-def _check_steps(steps: Mapping[str, Any]) -> None:
-    """Refuse numbers of steps that no optimizer can have taken; they are numbers or tensors, by name."""
-    for name, value in steps.items():
-        step = float(value)
-        if not math.isfinite(step) or step < 0:
-            raise ValueError(f"{name} is {step:g}, which is not a number of steps")
+def _read_like(path: Path, own: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
+    """Load the gradient scaler from a checkpoint, and return the state of its optimizer, checked against our own."""
+    values = read_state(path)
+    if "state" in own:
+        # Parameters that never had a gradient have no state.
+        found = {name.split(".")[2] for name in values if name.startswith("optimizer.state.")}
+        own = {**own, "state": {index: state for index, state in own["state"].items() if str(index) in found}}
+    try:
+        state = _like(_with_scaler(own, accelerator), values)
+        if values:
+            raise ValueError(f"{min(values)[:100]} is unknown")
+    except ValueError as error:
+        raise ValueError(
+            f"the state in checkpoint {path} is not that of this run's optimizer ({error}): resume with the settings "
+            "it was written with, or from another checkpoint"
+        ) from None
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    return state["optimizer"]
 
 
-def _like(own: Any, given: Any, name: str) -> Any:
-    """Return a value that was read if it has the type and shape of our own; lists become tuples where ours are.
+def _like(own: Any, values: dict[str, Any], name: str = "") -> Any:
+    """Return a state that was read, in the structure of our own.
 
     Numbers and tensors may differ in their values, all else may not. Of SETTINGS, our own values are given.
 
     Args:
-        own: Our value.
-        given: The value that was read.
-        name: For messages.
+        own: Our state, or a part of it.
+        values: The values that were read, by their path in the state; those that are used are removed.
+        name: The path of the part.
     """
+    prefix = f"{name}." if name else ""
+    if isinstance(own, Mapping):
+        read = {key: _like(item, values, f"{prefix}{key}") for key, item in own.items()}
+        # Where parameters have names, settings are called param_groups.NAME.betas.
+        return {key: own[key] if str(key).rpartition(".")[2] in SETTINGS else item for key, item in read.items()}
+    if isinstance(own, list | tuple):
+        return type(own)(_like(item, values, f"{prefix}{number}") for number, item in enumerate(own))
+    if name not in values:
+        raise ValueError(f"{name} is missing")
+    given = values.pop(name)
     if isinstance(own, Tensor):
         if not isinstance(given, Tensor) or given.shape != own.shape or given.dtype != own.dtype:
             found = _describe(given) if isinstance(given, Tensor) else f"{given!r:.40}"
             raise ValueError(f"{name} is {found} in place of {_describe(own)}")
-        return given
-    if isinstance(own, Mapping):
-        if not isinstance(given, dict) or given.keys() != own.keys():
-            raise ValueError(f"{name} should have {', '.join(map(str, own))}")
-        checked = {key: _like(own[key], given[key], f"{name} {key}") for key in own}
-        # Where parameters have names, settings are called param_groups.NAME.betas.
-        return {key: own[key] if str(key).rpartition(".")[2] in SETTINGS else checked[key] for key in own}
-    if isinstance(own, list | tuple):
-        if not isinstance(given, list) or len(given) != len(own):
-            raise ValueError(f"{name} should have {len(own)} entries")
-        return type(own)(_like(*pair, f"{name} {number}") for number, pair in enumerate(zip(own, given, strict=True)))
-    if isinstance(own, int | float) and not isinstance(own, bool):
-        if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given):
-            raise ValueError(f"{name} is {given!r:.40} in place of a number")
-        if math.isinf(given) and not math.isinf(own):
+    elif type(given) in (int, float) and (own is None or type(own) in (int, float)):
+        # Some optimizers have None in place of numbers that they have not computed yet.
+        if not abs(given) < math.inf and own != given:
             raise ValueError(f"{name} is {given!r:.40} in place of a finite number")
-        return given
-    if type(given) is not type(own) or given != own:
+    elif type(given) is not type(own) or given != own:
         raise ValueError(f"{name} is {given!r:.40} in place of {own!r:.40}")
+    if name.endswith(".step"):
+        step = given.item() if isinstance(given, Tensor) else given
+        if not 0 <= step < LARGEST_COUNT:
+            raise ValueError(f"{name} is {step!r:.40}, which is not a number of steps")
     return given
-
-
-def save_shards(
-    folder: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator
-) -> tuple[dict[str, FileEntry], dict[str, bytes]]:
-    """Write this process's part of a sharded model and of its optimizer's state; every process must call this.
-
-    Args:
-        folder: Where to write.
-        model: The sharded model.
-        optimizer: Its optimizer, as accelerate has prepared it.
-        accelerator: The processes.
-
-    Returns:
-        The file that was written, and the files, not yet written, with what is the same in all processes.
-    """
-    tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
-    try:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except CheckpointException as error:
-        for problem, _ in error.failures.values():
-            if isinstance(problem, OSError):
-                raise problem from error
-        raise
-    file = folder / f"shard-{accelerator.process_index + 1:05d}-model-00001-of-00001.safetensors"
-    entries = {}
-    if file.is_file():
-        with file.open("rb") as stream:
-            entries[file.name] = FileEntry(file.stat().st_size, sha256_of(stream))
-    return entries, pack_state({"optimizer": values, **_scaler_state(accelerator)})
-
-
-def _optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return the state of an optimizer by parameter names; an optimizer without state takes a step first."""
-    return get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
-
-
-def _split(weights: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split into tensors, named "model.…" and "optimizer.…", and the values of the optimizer's state that are none."""
-    tensors = {f"model.{name}": value for name, value in weights.items()}
-    tensors |= {f"optimizer.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-    return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-
-
-def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
-    """Load what save_shards has written, on any number of processes."""
-    tensors, values = _split(get_model_state_dict(model, options=SHARDED), _optimizer_state(model, optimizer))
-    state = read_state(path)
-    if not isinstance(state, dict) or state.keys() != {"optimizer", "scaler"}:
-        raise ValueError(f"checkpoint {path} does not hold the state of an optimizer: resume from another one")
-    try:
-        values = _like(values, state["optimizer"], "optimizer")
-        _load_scaler(accelerator, state["scaler"])
-    except ValueError as error:
-        raise _mismatch(path, error) from None
-    read_shards(path, tensors)
-    steps = {name: value for name, value in tensors.items() if name.startswith("optimizer.") and name.endswith(".step")}
-    try:
-        _check_steps(steps)
-    except ValueError as error:
-        raise _mismatch(path, error) from None
-    weights, states = (
-        {name.removeprefix(prefix): cast(Any, value) for name, value in tensors.items() if name.startswith(prefix)}
-        for prefix in ("model.", "optimizer.")
-    )
-    set_model_state_dict(model, weights, options=SHARDED)
-    set_optimizer_state_dict(model, optimizer.optimizer, states | values, options=SHARDED)
-
-
-def read_shards(path: Path, tensors: dict[str, Tensor], *, prefix: str = "") -> None:
-    """Read tensors of a sharded checkpoint in place.
-
-    Args:
-        path: The checkpoint.
-        tensors: All of them, by name; sharded or not.
-        prefix: Those whose names begin otherwise are not expected.
-    """
-    reader = HuggingFaceStorageReader(str(path))
-    stored = {name: shape for name, shape in shard_layout(path).items() if name.startswith(prefix)}
-    _check_weights(tensors, stored)
-    try:
-        with warnings.catch_warnings():
-            # Reading in a single process is what is wanted there.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(dict[str, Any](tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
-    # Files that were edited fail in many ways.
-    except (CheckpointException, Exception) as error:
-        raise ValueError(
-            f"the shards of checkpoint {path} do not fit together ({str(error)[:200]}): resume from another one"
-        ) from None
-
-
-def shard_layout(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a sharded checkpoint by name, without their values, on the meta device.
-
-    Raises:
-        ValueError: The files are not valid, or shards are missing.
-    """
-    try:
-        stored: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-        problem = next((name for name, tensor in stored.items() if not _is_covered(tensor)), None)
-    # safetensors raises errors of its own, and headers can hold anything.
-    except Exception as error:
-        raise ValueError(
-            f"the shards of checkpoint {path} are not valid ({str(error)[:200]}): choose another"
-        ) from None
-    if problem is not None:
-        raise ValueError(f"checkpoint {path} lacks a part of {problem[:100]}: resume from another one")
-    return {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta") for name, tensor in stored.items()
-    }
-
-
-def _is_covered(stored: Any) -> bool:
-    """Whether the chunks of a tensor are as many values as it has."""
-    return sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(stored.size)

@@ -7,12 +7,14 @@ A task is a package with a config (dataclasses, no torch) and four classes:
 - Evaluator: runs a model on the batches of one data set and accumulates its metrics (reset, update, compute).
 - Evaluation: what an Evaluator computes: numbers, values per class, further files.
 
-`evaluate_command` and `predict_command` do the rest, the same for every task: they open the run, apply options to its
+`eval_command` and `predict_command` do the rest, the same for every task: they open the run, apply options to its
 config, check the output paths, choose the device, show progress, print tables and write files. The table TASKS of
 `inlinevit.tasks` names the classes of each task, so that the command line needs no import to list them.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate import Accelerator
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
 from ..data.loader import TrainLoader
-from .config import EvalOptions, PredictOptions, TrainConfig
-from .evaluator import EvalData, Evaluator, evaluate
+from .config import EvalOptions, TrainConfig
+from .evaluator import EvalData, Evaluator, evaluate_model
+from .outputs import check_run_output
 from .predictor import Predictor
 from .runs import Run, open_run, task_of
 
@@ -29,15 +32,12 @@ from .runs import Run, open_run, task_of
 class Task(ABC):
     """A task: dataset, model, loss and metrics.
 
-    The Trainer uses the attributes and the methods of an instance; the commands `eval` and `predict` use the class
-    methods.
-
     Args:
         config: The run; its `data` has batch_size and workers.
     """
 
     # Arguments of the class statement: class MyTask(Task, config=…, command=…, metric=…).
-    # The configuration, and the command, such as "inlinevit detect".
+    # The configuration, and the word between `inlinevit` and train, eval or predict; "" = none.
     config_class: ClassVar[type[TrainConfig]]
     command: ClassVar[str]
     # The metric that decides which weights are the best, and whether larger is better.
@@ -69,19 +69,23 @@ class Task(ABC):
         """Return the loss of a batch, which is on the model's device."""
 
     @abstractmethod
-    def evaluator(self) -> Evaluator:
+    def make_evaluator(self) -> Evaluator:
         """Return the evaluator of the validation data."""
 
-    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+    def compute_metrics(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics on the validation data, the same on all processes."""
-        return evaluate(model, self.evaluator(), accelerator).numbers()
+        return evaluate_model(model, self.make_evaluator(), accelerator).numbers()
 
     def metadata(self) -> dict[str, Any]:
-        """Return what to store beside the results, by the name of a JSON file: {"classes": […]}."""
-        return {"task": {"name": task_of(self.config_class), "command": self.command}}
+        """Return what to store in the run folder, by the names of JSON files: {"classes.json": […]}."""
+        return {}
+
+    def check_run_output(self, inputs: Iterable[str | Path]) -> None:
+        """Refuse a run folder in which the run would replace files that it reads, such as weights to start from."""
+        check_run_output(self.config.run.output, inputs, self.metadata())
 
     @classmethod
-    def find_run(cls, model: str | None, options: EvalOptions | PredictOptions) -> Run | None:
+    def find_run(cls, model: str | None, options: EvalOptions) -> Run | None:
         """Open the run that `eval` is given; None if it is given something else that the task accepts."""
         if model is None:
             raise ValueError(f"name the folder of a {task_of(cls.config_class)} run")
@@ -90,22 +94,16 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def open_eval_data(cls, config: Any, run: Run | None, options: Any) -> EvalData:
-        """Open the data that `eval` evaluates on.
-
-        Args:
-            config: The task's data config, with the options of the command line.
-            run: The run that is evaluated, if it is one.
-            options: The task's EvalOptions.
-        """
+        """Open the data that `eval` evaluates on: those of a data config, with the labels of the run if any."""
 
     @classmethod
     @abstractmethod
     def load_predictor(cls, model: str | None, options: Any) -> Predictor[Any]:
-        """Load a model with its weights, on the CPU and in evaluation mode.
+        """Load a model with its weights, on the CPU and in evaluation mode, for `eval` or `predict`.
 
         Args:
             model: The folder of a run, or a name if the task accepts one.
-            options: The task's EvalOptions or PredictOptions.
+            options: The options of the command.
         """
 
     @classmethod

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from ..data.batch_plan import BatchPlan
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
-from .checkpoints import Progress, read_progress
+from .checkpoints import Progress, read_manifest
 from .config import TrainConfig
 from .distributed import run_local_main_first
 from .errors import Diverged, Stopped
-from .intervals import Intervals
 from .logger import RunLogger
 from .monitor import StepMonitor, StepValues
 from .nan_dump import write_nan_dump
@@ -26,10 +25,10 @@ from .setup import (
     build_on_meta,
     convert_batch_norms,
     enable_grad_checkpointing,
-    make_accelerator,
     make_ema,
     make_optimizer,
     make_scheduler,
+    make_train_accelerator,
     shard_model,
 )
 from .signals import StopRequest
@@ -48,14 +47,27 @@ class Trainer:
     def __init__(self, task: Task, config: TrainConfig) -> None:
         self.task, self.config = task, config
         run = config.run
-        self.accelerator = make_accelerator(run)
+        self.accelerator = make_train_accelerator(run)
         model: Any = run_local_main_first(self.accelerator, self.build_model)
-        self.folder = RunFolder(config, self.accelerator)
+        self.folder = RunFolder(config, self.accelerator, task.command, task.metadata())
         if run.sync_batch_norm:
             model = convert_batch_norms(model, self.accelerator)
         if run.grad_checkpointing:
             enable_grad_checkpointing(model)
-        self.progress, self.plan = self.plan_batches()
+        plan = BatchPlan.initial(
+            task.batch_size,
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+            grad_accum_steps=run.grad_accum_steps,
+            workers=task.workers,
+        )
+        self.progress = Progress(
+            total_batch=plan.total_batch, processes=plan.processes, batch_size=plan.batch_size, workers=plan.workers
+        )
+        if self.folder.resume_path is not None:
+            self.progress, _ = read_manifest(self.folder.resume_path)
+        self.is_same_batch = plan.total_batch == self.progress.total_batch
+        self.plan = plan.resumed(self.progress, task.batch_multiple)
         self.accelerator.gradient_accumulation_steps = self.plan.grad_accum_steps
         self.total_batch = self.plan.total_batch
         self.data = task.train_loader(self.plan)
@@ -78,9 +90,10 @@ class Trainer:
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.ema = make_ema(self.unwrapped_model, run, self.total_batch)
         self.check_progress()
-        self.intervals = Intervals(config, self.steps_per_epoch, self.total_steps)
         self.stop = StopRequest()
         self.monitor = StepMonitor(self.accelerator)
+        # When the last checkpoint was written.
+        self.saved_at = time.monotonic()
 
     def build_model(self) -> nn.Module:
         """Build the model; if it is to be sharded, only the main process has its weights."""
@@ -89,30 +102,11 @@ class Trainer:
             return build_on_meta(self.task.build_model)
         return self.task.build_model()
 
-    def plan_batches(self) -> tuple[Progress, BatchPlan]:
-        """Return the progress of the run, and how samples are split over the processes from here on."""
-        task, path = self.task, self.folder.resume_path
-        plan = BatchPlan.first(
-            task.batch_size,
-            process=self.accelerator.process_index,
-            processes=self.accelerator.num_processes,
-            grad_accum_steps=self.config.run.grad_accum_steps,
-            workers=task.workers,
-        )
-        self.configured_batch = plan.total_batch
-        if path is not None:
-            progress = read_progress(path)
-            return progress, plan.resumed(progress, task.batch_multiple)
-        progress = Progress(total_batch=plan.total_batch, processes=plan.processes)
-        progress.batch_size, progress.workers = plan.batch_size, plan.workers
-        return progress, plan
-
     def check_progress(self) -> None:
         """Refuse a checkpoint of another training run."""
-        path, before, now = self.folder.resume_path, self.progress.steps_per_epoch, self.steps_per_epoch
-        if path is None:
-            self.progress.steps_per_epoch = now
-            return
+        path, now = self.folder.resume_path, self.steps_per_epoch
+        before = self.progress.steps_per_epoch if path is not None else now
+        self.progress.steps_per_epoch = now
         require(
             before == now,
             f"{path} has {before} steps in an epoch and this run {now}: use the training data it was written with",
@@ -135,7 +129,7 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the end, from the beginning or from a checkpoint; returns the last metrics."""
         with self.folder.locked():
-            self.folder.begin(self.progress, self.task.metadata(), *self.state, self.configured_batch)
+            self.folder.begin(self.progress, *self.state, self.is_same_batch)
             return self.train()
 
     def train(self) -> dict[str, float]:
@@ -144,7 +138,7 @@ class Trainer:
         batches: Iterator[Any] = iter(())
         with RunLogger(self.config, self.accelerator, self.progress, self.total_steps) as log, self.stop:
             first = self.progress.step
-            if first > 0 and self.intervals.evaluation_is_due(self.progress):
+            if first > 0 and self.evaluation_is_due():
                 # The run ended before or during this evaluation.
                 self.evaluate(log)
             for step in range(first, self.total_steps):
@@ -156,8 +150,8 @@ class Trainer:
                 self.progress.step = step + 1
                 self.monitor.add(StepValues(step + 1, self.learning_rate, time.monotonic() - started), numbers)
                 log.advance(step + 1)
-                evaluate = self.intervals.evaluation_is_due(self.progress)
-                save = self.intervals.checkpoint_is_due(step + 1)
+                evaluate = self.evaluation_is_due()
+                save = self.checkpoint_is_due()
                 stop, save_by_time = self.read_steps(log, wait=evaluate or save)
                 if stop or save or save_by_time or evaluate:
                     self.save()
@@ -174,17 +168,27 @@ class Trainer:
         self.folder.write_results(self.progress, self.model if self.ema is None else self.ema.module)
         return self.progress.metrics
 
+    def evaluation_is_due(self) -> bool:
+        """Whether to evaluate now: every so many epochs or steps, and at the end, unless that was done."""
+        every, by_steps = self.config.run.eval_every, self.config.schedule.steps is not None
+        interval = every if every and by_steps else (every or 1) * self.steps_per_epoch
+        step = self.progress.step
+        return self.progress.evaluated_step != step and (step == self.total_steps or step % interval == 0)
+
+    def checkpoint_is_due(self) -> bool:
+        """Whether to save now, whatever the time: as configured, after an epoch if those count, at the end."""
+        every, step = self.config.run.checkpoint_steps, self.progress.step
+        by_steps = every is not None and step % every == 0
+        by_epochs = self.config.schedule.steps is None and step % self.steps_per_epoch == 0
+        return by_steps or by_epochs or step == self.total_steps
+
     @property
     def learning_rate(self) -> float:
         """The current learning rate: that of the last layers if it decays from layer to layer."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def train_step(self, step: int, batches: Iterator[Any]) -> Tensor:
-        """Update the weights once. The host does not wait for the device.
-
-        Args:
-            step: The step, counted from 0.
-            batches: Where the batches of the step come from.
+        """Update the weights once, in a step counted from 0. The host does not wait for the device.
 
         Returns:
             On the device: the loss of each accumulated batch, then the norm of the gradients, (grad_accum_steps + 1,).
@@ -225,13 +229,10 @@ class Trainer:
 
         Args:
             log: Where losses go.
-            wait: Whether to read the losses up to this step, and to wait for them.
+            wait: Whether to read the losses up to this step now.
 
         Returns:
             Whether to stop, and whether to save because of the time; the same in all processes.
-
-        Raises:
-            Diverged: A loss or a gradient is NaN or infinite.
         """
         step, log_every = self.progress.step, self.config.run.log_every
         by_time = time.monotonic() - self.saved_at > 60 * self.config.run.checkpoint_minutes
@@ -247,20 +248,17 @@ class Trainer:
 
     def evaluate(self, log: RunLogger) -> None:
         """Evaluate the EMA weights if there are any, otherwise the weights; a checkpoint of them exists already."""
-        # The bare model: DistributedDataParallel waits for processes that may have fewer batches.
         model = self.unwrapped_model if self.ema is None else self.ema.module
         model.eval()
         # Each process has gathered statistics of its own, such as those of batch norms.
         broadcast(list(model.buffers()))
-        with torch.no_grad():
-            metrics = self.task.evaluate(model, self.accelerator)
+        metrics = self.task.compute_metrics(model, self.accelerator)
         step, value, best = self.progress.step, metrics[self.task.metric], self.progress.best
         self.progress.evaluated_step, self.progress.metrics = step, metrics
         improves = best is None or (value > best if self.task.greater_is_better else value < best)
-        if improves and not math.isnan(value):
+        if improves and math.isfinite(value):
             self.progress.best, self.progress.best_step = value, step
         log.evaluation(step, metrics)
-        log.line(step, metrics)
         self.folder.save_evaluation(self.progress)
 
     def save(self) -> None:

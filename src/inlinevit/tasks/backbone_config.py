@@ -1,10 +1,56 @@
-"""Config of the backbone of a detector or segmenter; without torch, so that `--help` answers at once."""
+"""Config that detection and segmentation share; without torch, so that `--help` answers at once."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from ..engine.config import TrainConfig
-from ..utils.validation import check_fields, require
+from ..engine.config import MOST_IMAGES, MOST_WORKERS, DataOptions, TrainConfig
+from ..utils.validation import Range, check_fields, require
+
+
+@dataclass
+class SplitDataConfig:
+    """Data of dense tasks, which come in splits and are evaluated one image at a time; a task adds defaults."""
+
+    path: str
+    """The folder of the data."""
+    train_split: str
+    """The split to train on."""
+    eval_split: str
+    """The split to evaluate on."""
+    max_train_samples: int | None = None
+    """Train on this many images, the first of the split; null = all."""
+    max_eval_samples: int | None = None
+    """Evaluate on this many images, the first of the split; null = all."""
+    batch_size: int = 2
+    """Images in a batch of one process. Evaluation takes one image at a time."""
+    workers: int = 2
+    """Processes that read images, for each training process; 0 = the training process itself."""
+
+    def __post_init__(self) -> None:
+        images = Range(1, MOST_IMAGES)
+        check_fields(
+            self,
+            "data",
+            max_train_samples=images,
+            max_eval_samples=images,
+            batch_size=images,
+            workers=Range(0, MOST_WORKERS),
+        )
+
+
+@dataclass
+class SplitDataOptions(DataOptions):
+    """Data to evaluate on, where they differ from those of the training run."""
+
+    max_eval_samples: int | Literal["all"] | None = None
+    """Evaluate on the first images of the split, or on all of them; null = as in the run."""
+
+    def overrides(self) -> dict[str, Any]:
+        """See DataOptions.overrides."""
+        return {
+            name: None if value == "all" and name == "max_eval_samples" else value
+            for name, value in super().overrides().items()
+        }
 
 
 @dataclass

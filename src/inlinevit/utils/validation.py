@@ -158,17 +158,18 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
-def check_fields(config: Any, section: str, **most: float) -> None:
-    """Refuse fields of other types than those annotated, NaN, infinity, empty text, and numbers that are too large.
+def check_fields(config: Any, section: str, **limits: float | Range) -> None:
+    """Refuse fields of other types than those annotated, NaN, infinity, empty text, and numbers out of range.
 
     Args:
         config: A dataclass of plain values.
         section: Its name in recipes and options; "" = the names of fields have no prefix.
-        **most: The largest values of fields that have no other limit; the caller checks what is too small.
+        **limits: The ranges of fields; a number is the largest value, and the caller checks what is too small.
     """
     for name, hint in _field_types(cast(Any, type(config))).items():
         value, title = vars(config)[name], f"{section}.{name}" if section else name
-        check_value(title, value, hint, Range(-inf, most[name]) if name in most else None)
+        limit = limits.get(name)
+        check_value(title, value, hint, Range(-inf, limit) if isinstance(limit, int | float) else limit)
         for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
             require(
                 not isinstance(text, str) or bool(text.strip()),

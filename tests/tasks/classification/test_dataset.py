@@ -65,7 +65,7 @@ def training(source: ImageSource | ShardSource, workers: int = 0, repeats: int =
     dealing = {"process": options.pop("process", 0), "processes": options.pop("processes", 1)}
     config = DataConfig(**{"batch_size": 4, "workers": workers, **options})
     transform = training_transform(AUGMENT, SPEC)
-    plan = BatchPlan.first(config.batch_size, workers=workers, **dealing)
+    plan = BatchPlan.initial(config.batch_size, workers=workers, **dealing)
     return make_train_loader(source, transform, SPEC.mode, 5, config, repeats, 11, plan)
 
 

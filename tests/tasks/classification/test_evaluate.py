@@ -23,8 +23,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from inlinevit.engine.config import to_plain
-from inlinevit.engine.evaluator import evaluate
-from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.engine.evaluator import eval_command as evaluate_task
+from inlinevit.engine.evaluator import evaluate_model
 from inlinevit.tasks.classification.config import (
     ClassificationConfig,
     ClassificationDataOptions,
@@ -77,10 +77,10 @@ class Table(nn.Module):
 def run(logits: Tensor, labels: list[int], **options: object) -> ClassificationEvaluation:
     config = DataConfig(batch_size=3, workers=0, max_unreadable=len(labels))
     evaluator = ClassificationEvaluator(Numbers(labels, **options), SPEC, config, logits.shape[1])
-    return evaluate(Table(logits), evaluator, Accelerator(cpu=True))
+    return evaluate_model(Table(logits), evaluator, Accelerator(cpu=True))
 
 
-def evaluate_command(model: str, data: ClassificationDataOptions, **options: Any) -> None:
+def eval_command(model: str, data: ClassificationDataOptions, **options: Any) -> None:
     evaluate_task(Classification, model, ClassificationEvalOptions(data=data, **options))
 
 
@@ -163,13 +163,13 @@ def test_images_that_cannot_be_used_are_not_counted() -> None:
 def test_stops_at_the_first_bad_image_if_none_are_allowed() -> None:
     source, config = Numbers([0, 1], broken=(1,)), DataConfig(workers=0)
     with pytest.raises(ValueError, match="image 1 cannot be used"):
-        evaluate(Table(torch.eye(2)), ClassificationEvaluator(source, SPEC, config, 2), Accelerator(cpu=True))
+        evaluate_model(Table(torch.eye(2)), ClassificationEvaluator(source, SPEC, config, 2), Accelerator(cpu=True))
 
 
 def test_labels_are_translated() -> None:
     source, config = Numbers([0, 1, 1]), DataConfig(workers=0)
     evaluator = ClassificationEvaluator(source, SPEC, config, 9, labels=[7, 3])
-    outcome = evaluate(Table(torch.eye(9)[[7, 3, 4]]), evaluator, Accelerator(cpu=True))
+    outcome = evaluate_model(Table(torch.eye(9)[[7, 3, 4]]), evaluator, Accelerator(cpu=True))
     assert outcome.confusion[7, 7] == outcome.confusion[3, 3] == outcome.confusion[3, 4] == 1
     assert outcome.images == 3
 
@@ -182,7 +182,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from inlinevit.tasks.classification.config import DataConfig
-from inlinevit.engine.evaluator import evaluate
+from inlinevit.engine.evaluator import evaluate_model
 from inlinevit.tasks.classification.metrics import ClassificationEvaluator
 
 sys.path.insert(0, {folder!r})
@@ -211,7 +211,7 @@ for images in (25, 1):
         if kind == "sharded":
             fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
         config = DataConfig(batch_size=3, workers=0)
-        outcome = evaluate(model, ClassificationEvaluator(Numbers(labels[:images]), SPEC, config, 7), accelerator)
+        outcome = evaluate_model(model, ClassificationEvaluator(Numbers(labels[:images]), SPEC, config, 7), accelerator)
         outcomes.append([images, kind, outcome.confusion.tolist(), outcome.numbers()])
 with open(sys.argv[1] + str(accelerator.process_index), "w") as stream:
     json.dump(outcomes, stream)
@@ -282,7 +282,7 @@ def test_command_on_some_classes_of_imagenet(tmp_path: Path, capsys: pytest.Capt
     model.head.bias.data = F.one_hot(torch.tensor(1), 1000).float()
     safetensors.torch.save_file(model.state_dict(), tmp_path / "weights.safetensors")
     data = ClassificationDataOptions(path=str(image_folder(tmp_path / "images", ["n01443537", "n02085620"])), workers=0)
-    evaluate_command(
+    eval_command(
         "test_vit", data, checkpoint=str(tmp_path / "weights.safetensors"), img_size=48, output=str(tmp_path / "out")
     )
     shown = capsys.readouterr().out
@@ -317,13 +317,13 @@ def test_command_on_the_data_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     config = f"model: {{name: test_vit, img_size: 32}}\ndata: {{path: {tmp_path / 'data'}, workers: 0}}\n"
     (run_folder / "config.yaml").write_text(config)
     (run_folder / "classes.json").write_text('["bee", "ant"]')
-    evaluate_command(str(run_folder), ClassificationDataOptions(workers=0), output=str(tmp_path / "out"))
+    eval_command(str(run_folder), ClassificationDataOptions(workers=0), output=str(tmp_path / "out"))
     told = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert told["classes"] == ["bee", "ant"]
     assert told["confusion"] == [[3, 0], [3, 0]]
     # Other images, in a plain folder.
     other = image_folder(tmp_path / "other", ["ant", "bee"], images=1)
-    evaluate_command(
+    eval_command(
         str(run_folder), ClassificationDataOptions(eval_path=str(other), workers=0), output=str(tmp_path / "out")
     )
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["confusion"] == [[1, 0], [1, 0]]
@@ -348,13 +348,13 @@ def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, caps
     (tmp_path / "file").touch()
     data = ClassificationDataOptions(workers=0)
     with pytest.raises(OSError, match=r"file cannot be a folder of results \(File exists\): name another one"):
-        evaluate_command(run_folder, data, output=str(tmp_path / "file"))
+        eval_command(run_folder, data, output=str(tmp_path / "file"))
     with pytest.raises(ValueError, match="img_size is 0"):
-        evaluate_command(run_folder, data, img_size=0)
+        eval_command(run_folder, data, img_size=0)
     with pytest.raises(ValueError, match="crop_pct should be above 0"):
-        evaluate_command(run_folder, data, crop_pct=0.0)
+        eval_command(run_folder, data, crop_pct=0.0)
     with pytest.raises(FileNotFoundError, match="no folder at runs/nothing: name the folder of a training run"):
-        evaluate_command("runs/nothing", data)
+        eval_command("runs/nothing", data)
     assert capsys.readouterr().out == ""
 
 
@@ -362,7 +362,7 @@ def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, caps
 def test_float16_needs_a_gpu(run_folder: str) -> None:
     AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
-        evaluate_command(run_folder, ClassificationDataOptions(workers=0), precision="fp16")
+        eval_command(run_folder, ClassificationDataOptions(workers=0), precision="fp16")
     AcceleratorState._reset_state()
 
 
@@ -415,12 +415,10 @@ def test_other_images_than_those_of_the_run(
 ) -> None:
     """A name that is the default of --data.path is another set of images, with other classes."""
     with pytest.raises(ValueError, match="the model does not know 10 of the 10 classes of the images"):
-        evaluate_command(
-            run_folder, ClassificationDataOptions(path="embedded", workers=0), output=str(tmp_path / "out")
-        )
+        eval_command(run_folder, ClassificationDataOptions(path="embedded", workers=0), output=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     other = image_folder(tmp_path / "other", ["ant", "bee"], images=5)
-    evaluate_command(run_folder, ClassificationDataOptions(path=str(other)), output=str(tmp_path / "out"))
+    eval_command(run_folder, ClassificationDataOptions(path=str(other)), output=str(tmp_path / "out"))
     told = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert (told["images"], told["data"]) == (10, str(other))
 
@@ -434,7 +432,7 @@ def test_a_full_disk_leaves_the_evaluation_before(
     for name in ("evaluation.json", "per_class.csv", "confusion.png"):
         (output / name).write_text("old")
     with file_limit(4096), pytest.raises(OSError, match=r"^no space left on the disk for .*confusion\.png: free some"):
-        evaluate_command(run_folder, data, output=str(output))
+        eval_command(run_folder, data, output=str(output))
     assert (output / "confusion.png").read_text() == "old"
     assert json.loads((output / "evaluation.json").read_text())["images"] == 6
     assert len(list(output.iterdir())) == 3
@@ -443,6 +441,6 @@ def test_a_full_disk_leaves_the_evaluation_before(
 def test_results_do_not_go_among_images(run_folder: str, tmp_path: Path) -> None:
     for output in ("data", "data/ant", "data/new"):
         with pytest.raises(ValueError, match="whose images are read: name another folder"):
-            evaluate_command(run_folder, ClassificationDataOptions(), output=str(tmp_path / output))
+            eval_command(run_folder, ClassificationDataOptions(), output=str(tmp_path / output))
     with pytest.raises(ValueError, match="belongs to a training run"):
-        evaluate_command(run_folder, ClassificationDataOptions(), output=f"{run_folder}/checkpoints/step-5")
+        eval_command(run_folder, ClassificationDataOptions(), output=f"{run_folder}/checkpoints/step-5")

@@ -36,7 +36,7 @@ def batches(
 ) -> list[tuple[list[Tensor], list[dict[str, Tensor]]]]:
     dealing = {"process": options.pop("process", 0), "processes": options.pop("processes", 1)}
     config = DetectionDataConfig(**{"batch_size": 4, "workers": 0} | options)
-    plan = BatchPlan.first(config.batch_size, workers=config.workers, **dealing)
+    plan = BatchPlan.initial(config.batch_size, workers=config.workers, **dealing)
     return list(make_train_loader(source, augment, config, 3, plan).batches(1, start))
 
 
@@ -88,7 +88,8 @@ def test_upright_and_lying_images_keep_to_themselves(source: CocoSource) -> None
 def test_squares_are_not_grouped(source: CocoSource) -> None:
     jitter = DetectionAugmentConfig(scale_jitter=(0.5, 1.0), jitter_size=48)
     orders = [
-        make_train_loader(source, augment, DetectionDataConfig(), 0, BatchPlan.first(2)) for augment in (SMALL, jitter)
+        make_train_loader(source, augment, DetectionDataConfig(), 0, BatchPlan.initial(2))
+        for augment in (SMALL, jitter)
     ]
     assert all(isinstance(data, ShuffledLoader) for data in orders)
     assert [isinstance(data.sampler, GroupedSampler) for data in orders] == [True, False]
@@ -147,7 +148,7 @@ def test_evaluation_meets_every_image_once_as_it_is(source: CocoSource, processe
 
 def test_too_few_images_are_refused(source: CocoSource) -> None:
     with pytest.raises(ValueError, match=r"14 images for training are fewer than a batch of 8 for each of 2 processes"):
-        make_train_loader(source, SMALL, DetectionDataConfig(), 0, BatchPlan.first(8, processes=2))
+        make_train_loader(source, SMALL, DetectionDataConfig(), 0, BatchPlan.initial(8, processes=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

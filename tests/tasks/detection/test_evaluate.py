@@ -20,8 +20,8 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
 from inlinevit.engine.config import to_plain
-from inlinevit.engine.evaluator import evaluate as evaluate_model
-from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.engine.evaluator import eval_command as evaluate_task
+from inlinevit.engine.evaluator import evaluate_model
 from inlinevit.engine.results import print_evaluation
 from inlinevit.engine.runs import open_run
 from inlinevit.tasks.detection.coco import Category, CocoSource, open_coco
@@ -66,7 +66,7 @@ def evaluate(model: nn.Module, source: CocoSource, **options: Any) -> DetectionE
     return evaluate_model(model, DetectionEvaluator(source, workers=0, **options), Accelerator(cpu=True))
 
 
-def evaluate_command(run: str | None, data: DetectionDataOptions, **options: Any) -> None:
+def eval_command(run: str | None, data: DetectionDataOptions, **options: Any) -> None:
     evaluate_task(Detection, run, DetectionEvalOptions(data=data, **options))
 
 
@@ -153,7 +153,7 @@ def test_what_is_said_counts_even_if_it_is_the_default(data: DetectionDataConfig
 def test_the_command_and_its_files(
     run: str, data: DetectionDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "new"))
+    eval_command(run, DetectionDataOptions(), output=str(tmp_path / "new"))
     shown = capsys.readouterr().out
     assert "mask_rcnn on test_convnext, 64 pixels" in shown
     assert all(word in shown for word in ("AP50", "AR100", "boxes", "masks", "triangle"))
@@ -182,14 +182,14 @@ def test_the_command_and_its_files(
 def test_stored_results_give_the_same_numbers(
     run: str, data: DetectionDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "model"))
+    eval_command(run, DetectionDataOptions(), output=str(tmp_path / "model"))
     files = [str(tmp_path / "model" / f"results_{kind}.json") for kind in ("bbox", "segm")]
-    evaluate_command(None, DetectionDataOptions(path=data.path), output=str(tmp_path / "stored"), results=files)
+    eval_command(None, DetectionDataOptions(path=data.path), output=str(tmp_path / "stored"), results=files)
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
     assert {**model, "model": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))
     # Boxes alone, on the data of a run.
-    evaluate_command(run, DetectionDataOptions(), output=str(tmp_path / "stored"), results=files[:1])
+    eval_command(run, DetectionDataOptions(), output=str(tmp_path / "stored"), results=files[:1])
     boxes = json.loads((tmp_path / "stored" / "evaluation.json").read_text())
     assert boxes["box_AP"] == model["box_AP"]
     assert "mask_AP" not in boxes
@@ -207,15 +207,15 @@ def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_the_command_cannot_do_is_told(run: str, data: DetectionDataConfig) -> None:
     with pytest.raises(ValueError, match="name the folder of a training run, or results with --results"):
-        evaluate_command(None, DetectionDataOptions())
+        eval_command(None, DetectionDataOptions())
     with pytest.raises(ValueError, match="leave out --checkpoint"):
-        evaluate_command(None, DetectionDataOptions(), checkpoint="best", results=["a.json"])
+        eval_command(None, DetectionDataOptions(), checkpoint="best", results=["a.json"])
 
 
 def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> None:
-    evaluate_command(run, DetectionDataOptions(max_eval_samples=1), output=str(tmp_path), precision="bf16")
+    eval_command(run, DetectionDataOptions(max_eval_samples=1), output=str(tmp_path), precision="bf16")
     assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
     AcceleratorState._reset_state()
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
-            evaluate_command(run, DetectionDataOptions(), precision="fp16")
+            eval_command(run, DetectionDataOptions(), precision="fp16")

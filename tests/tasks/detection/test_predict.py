@@ -84,7 +84,7 @@ def test_what_is_found(detector: DetectionPredictor, tmp_path: Path) -> None:
     assert len(found.result) == 3
     (found,) = predict(detector, ImageFiles([str(tmp_path)]), threshold=0.95)
     assert found.result == []
-    with pytest.raises(ValueError, match=r"threshold is 1\.5: it should be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"threshold is 1\.5: it should be at most 1"):
         next(predict(detector, ImageFiles([str(tmp_path)]), threshold=1.5))
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from inlinevit.cli import main
 from inlinevit.cli.train import parse_config
-from inlinevit.engine.evaluator import evaluate
+from inlinevit.engine.evaluator import evaluate_model
 from inlinevit.tasks.classification.config import AugmentConfig, ImageDataOptions
 from inlinevit.tasks.classification.transforms import InputSpec
 from inlinevit.tasks.multilabel.config import (
@@ -119,7 +119,7 @@ def test_options_that_do_not_apply_are_refused() -> None:
         MultilabelConfig(augment=AugmentConfig(label_smoothing=0))
     with pytest.raises(ValueError, match=r"loss\.clip is 1\.0"):
         MultilabelLossConfig(clip=1.0)
-    with pytest.raises(ValueError, match=r"threshold is -0\.1: it should be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"threshold is -0\.1: it should be at least 0"):
         MultilabelEvalOptions(threshold=-0.1)
 
 
@@ -166,7 +166,7 @@ def test_metrics_are_those_of_the_definitions(tmp_path: Path) -> None:
     (tmp_path / "all.csv").write_text("\n".join(lines))
     config = MultilabelDataConfig(path=str(tmp_path / "all.csv"), batch_size=5, workers=0)
     source = open_csv(config, training=True, names=["a", "b", "c"])
-    outcome: MultilabelEvaluation = evaluate(
+    outcome: MultilabelEvaluation = evaluate_model(
         Brightness(), MultilabelEvaluator(source, SPEC, config, threshold=0.6), Accelerator(cpu=True)
     )
     expected = [average_precision(values[:, label].tolist(), truth[:, label].tolist()) for label in range(2)]

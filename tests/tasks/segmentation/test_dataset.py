@@ -30,7 +30,7 @@ def source(draw_ade: DrawAde, tmp_path_factory: pytest.TempPathFactory) -> AdeSo
 
 def batches(source: AdeSource, start: int = 0, **options: Any) -> list[tuple[Tensor, Tensor]]:
     seed = options.pop("seed", 3)
-    plan = BatchPlan.first(options.pop("batch_size", 4), **options)
+    plan = BatchPlan.initial(options.pop("batch_size", 4), **options)
     return list(make_train_loader(source, SMALL, seed, plan).batches(1, start))
 
 
@@ -88,7 +88,7 @@ def test_evaluation_meets_every_image_once_as_it_is(source: AdeSource, processes
 
 def test_too_few_images_are_refused(source: AdeSource) -> None:
     with pytest.raises(ValueError, match=r"14 images for training are fewer than a batch of 8 for each of 2 processes"):
-        make_train_loader(source, SMALL, 0, BatchPlan.first(8, processes=2))
+        make_train_loader(source, SMALL, 0, BatchPlan.initial(8, processes=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

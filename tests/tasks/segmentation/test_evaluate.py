@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
-from inlinevit.engine.evaluator import evaluate as evaluate_model
-from inlinevit.engine.evaluator import evaluate_command as evaluate_task
+from inlinevit.engine.evaluator import eval_command as evaluate_task
+from inlinevit.engine.evaluator import evaluate_model
 from inlinevit.engine.results import print_evaluation
 from inlinevit.engine.runs import open_run
 from inlinevit.tasks.segmentation.ade import AdeSource, open_ade
@@ -71,7 +71,7 @@ def evaluate(
     return evaluate_model(model, SegmentationEvaluator(source, 0, inference, mean_std), Accelerator(cpu=True))
 
 
-def evaluate_command(run: str, data: SegmentationDataOptions, inference: InferenceOptions, **options: Any) -> None:
+def eval_command(run: str, data: SegmentationDataOptions, inference: InferenceOptions, **options: Any) -> None:
     evaluate_task(Segmentation, run, SegmentationEvalOptions(data=data, inference=inference, **options))
 
 
@@ -111,7 +111,7 @@ def test_windows_give_the_same_numbers_to_a_model_that_sees_single_pixels(data: 
 def test_the_command_and_its_files(
     run: str, data: SegmentationDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate_command(run, SegmentationDataOptions(), InferenceOptions(), output=str(tmp_path / "new"))
+    eval_command(run, SegmentationDataOptions(), InferenceOptions(), output=str(tmp_path / "new"))
     shown = capsys.readouterr().out
     title = "semantic_fpn on test_convnext, shorter side 48, whole images, "
     assert f"{title}{data.path}/images/validation, 5 images" in shown
@@ -136,7 +136,7 @@ def test_what_is_said_is_done(
     run: str, data: SegmentationDataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inference = InferenceOptions(min_size="original", window_size=40, scales=[0.5, 1.0], flip=True)
-    evaluate_command(run, SegmentationDataOptions(max_eval_samples=2), inference, output=str(tmp_path))
+    eval_command(run, SegmentationDataOptions(max_eval_samples=2), inference, output=str(tmp_path))
     told = json.loads((tmp_path / "evaluation.json").read_text())
     assert told["images"] == 2
     expected = InferenceConfig(min_size=None, window_size=40, scales=[0.5, 1.0], flip=True)
@@ -150,12 +150,12 @@ def test_what_is_said_is_done(
 
 def test_half_precision(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
     short = SegmentationDataOptions(max_eval_samples=1)
-    evaluate_command(run, short, InferenceOptions(), output=str(tmp_path), precision="bf16")
+    eval_command(run, short, InferenceOptions(), output=str(tmp_path), precision="bf16")
     assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
     AcceleratorState._reset_state()
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
-            evaluate_command(run, SegmentationDataOptions(), InferenceOptions(), precision="fp16")
+            eval_command(run, SegmentationDataOptions(), InferenceOptions(), precision="fp16")
 
 
 def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ...analysis.analyze import Effort, Subject, analyze
 from ...analysis.sections import Analysis, analysis_sections
 from ...benchmark.timing import interleave
 from ...engine.config import to_plain
-from ...engine.evaluator import evaluate
+from ...engine.evaluator import evaluate_model
 from ...engine.setup import make_optimizer
 from ...engine.trainer import Trainer
 from ...report import STYLES, Report
@@ -61,7 +61,7 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
     seconds = time_steps(tasks, trainers, console)
     models = {}
     for attention, task in tasks.items():
-        evaluation, predictions = evaluate_model(task, trainers[attention])
+        evaluation, predictions = evaluate_trained(task, trainers[attention])
         metrics = (Path(configs[attention].run.output) / "metrics.jsonl").read_text()
         models[attention] = TrainedModel(
             parameters=sum(parameter.numel() for parameter in trainers[attention].unwrapped_model.parameters()),
@@ -146,12 +146,12 @@ def analyze_model(attention: str, task: Classification, trainer: Trainer, consol
     return analyze(subject, task.eval_source, EFFORT, console)
 
 
-def evaluate_model(task: Classification, trainer: Trainer) -> tuple[ClassificationEvaluation, NDArray[np.int64]]:
+def evaluate_trained(task: Classification, trainer: Trainer) -> tuple[ClassificationEvaluation, NDArray[np.int64]]:
     """Return the evaluation of a trained model and its predicted class for each test image, (images,)."""
     assert isinstance(task.eval_source, ArraySource)
     predictions: list[Tensor] = []
     model = trainer.unwrapped_model.eval()
     hook = model.register_forward_hook(lambda _module, _images, logits: predictions.append(logits.argmax(dim=1).cpu()))
-    evaluation = evaluate(model, task.evaluator(), trainer.accelerator, show_progress=True)
+    evaluation = evaluate_model(model, task.make_evaluator(), trainer.accelerator, show_progress=True)
     hook.remove()
     return evaluation, torch.cat(predictions).numpy()

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ...engine.config import check_unchanged, read_plain, to_plain
+from ...engine.config import check_unchanged, read_plain
 from ...report import rich_table, wide_console
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.task import Classification
@@ -71,7 +71,7 @@ def check_folder(folder: Path, configs: Mapping[str, ClassificationConfig], step
             continue
         config = configs.get(run.name) or cell_config(run.cell, seed=run.seed, output=str(folder), steps=steps)
         try:
-            check_unchanged(read_plain(file), to_plain(config))
+            check_unchanged(read_plain(file), config)
         except ValueError as error:
             # The same problem, but another remedy.
             problem = str(error).rpartition(": ")[0]

@@ -256,6 +256,8 @@ class DistillationConfig:
 class ClassificationConfig(TrainConfig):
     """A whole classification run."""
 
+    free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.eval_path", "data.root")
+
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

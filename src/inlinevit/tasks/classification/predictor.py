@@ -90,7 +90,7 @@ class ClassificationPredictor(ImagePredictor):
             for row, chosen, is_finite in ranked
         ]
 
-    def evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
+    def make_evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
         """See Predictor.evaluator; the classes of the images are matched by name."""
         labels = match_classes(data.source.classes, self)
         return ClassificationEvaluator(

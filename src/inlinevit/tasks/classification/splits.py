@@ -7,8 +7,6 @@ from dataclasses import dataclass
 SPELLINGS = (("train", "training"), ("val", "validation", "valid", "eval", "evaluation"), ("test", "testing"))
 # What splits are called where it is not given, the first that exists being taken.
 TRAINING_NAMES, EVALUATION_NAMES = SPELLINGS[0], SPELLINGS[1] + SPELLINGS[2]
-# What older versions have written into the configurations of runs for "it was not given".
-FORMER_DEFAULTS = ("train", "validation")
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -57,7 +55,7 @@ class SplitRequest:
     @property
     def fits_undivided(self) -> bool:
         """Whether no split was named, so that data without splits can be used."""
-        return self.name in (None, FORMER_DEFAULTS[0 if self.training else 1])
+        return self.name is None
 
     def require_undivided(self, data: str) -> None:
         """Refuse a name for a split of data that are not divided into splits.

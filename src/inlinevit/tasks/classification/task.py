@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
 from ...engine.evaluator import EvalData
-from ...engine.outputs import check_run_output
 from ...engine.runs import Run
 from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.validation import require
+from .. import TASKS
 from .config import (
     AugmentConfig,
     ClassificationConfig,
@@ -26,7 +26,13 @@ from .config import (
 from .dataset import UnreadableCounter, make_train_loader
 from .metrics import CONFUSION_PNG, ClassificationEvaluator
 from .model import build_model, classes_of_model
-from .predictor import ClassificationPredictor, check_batch_memory, find_classification_run, load_classifier
+from .predictor import (
+    CLASSES_JSON,
+    ClassificationPredictor,
+    check_batch_memory,
+    find_classification_run,
+    load_classifier,
+)
 from .shards import ShardSource
 from .sources import ImageSource, open_part, open_source, source_paths
 from .transforms import input_spec, training_transform
@@ -121,7 +127,7 @@ class ImageTask(Task):
         )
 
 
-class Classification(ImageTask, config=ClassificationConfig, command="inlinevit", metric="top1"):
+class Classification(ImageTask, config=ClassificationConfig, command=TASKS["classification"].command, metric="top1"):
     """Image classification."""
 
     config: ClassificationConfig
@@ -144,7 +150,7 @@ class Classification(ImageTask, config=ClassificationConfig, command="inlinevit"
         weights = [file for file in (config.model.checkpoint, config.distillation.checkpoint) if file]
         for source in (self.train_source, self.eval_source):
             check_batch_memory(self.spec, min(config.data.batch_size, len(source)))
-            check_run_output(config.run.output, [*source_paths(source)[0], *weights])
+            self.check_run_output([*source_paths(source)[0], *weights])
         self.mixup = make_mixup(config.augment, self.num_classes)
         self.teacher = (
             Teacher(config.distillation, config.model, self.num_classes) if config.distillation.teacher else None
@@ -163,11 +169,11 @@ class Classification(ImageTask, config=ClassificationConfig, command="inlinevit"
         share = self.config.distillation.weight
         return (1 - share) * loss + share * self.teacher.to(images.device)(images, logits)
 
-    def evaluator(self) -> ClassificationEvaluator:
+    def make_evaluator(self) -> ClassificationEvaluator:
         return ClassificationEvaluator(self.eval_source, self.spec, self.config.data, self.num_classes)
 
     def metadata(self) -> dict[str, Any]:
-        return {**super().metadata(), "classes": self.classes}
+        return {CLASSES_JSON: self.classes}
 
     @classmethod
     def find_run(cls, model: str | None, options: Any) -> Run[ClassificationConfig] | None:

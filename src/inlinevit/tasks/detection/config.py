@@ -8,12 +8,18 @@ from ...engine.config import (
     EvalOptions,
     OptimizerConfig,
     ScheduleConfig,
-    SplitDataConfig,
-    SplitDataOptions,
     TrainConfig,
 )
-from ...utils.validation import MOST_CLASSES, MOST_PIXELS, check_fields, check_shares, require
-from ..backbone_config import BackboneConfig, refuse_layer_decay
+from ...utils.validation import (
+    MOST_CLASSES,
+    MOST_PIXELS,
+    Range,
+    check_fields,
+    check_shares,
+    check_value,
+    require,
+)
+from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
 
 
 @dataclass
@@ -160,6 +166,14 @@ class DetectorConfig(BackboneConfig):
 class DetectionConfig(TrainConfig):
     """A whole detection run. Rates are for a total batch of 16, the schedule is the shorter of the two usual ones."""
 
+    free_on_resume: ClassVar[tuple[str, ...]] = (
+        *TrainConfig.free_on_resume,
+        "data.train_annotations",
+        "data.train_folder",
+        "data.eval_annotations",
+        "data.eval_folder",
+    )
+
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4, lr_base_size=16))
     schedule: ScheduleConfig = field(
         default_factory=lambda: ScheduleConfig(
@@ -184,7 +198,6 @@ class DetectionEvalOptions(EvalOptions):
     their own."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         given = {"checkpoint": self.checkpoint, "precision": self.precision, "device": self.device}
         given["data.workers"] = None if self.data.workers is None else str(self.data.workers)
         unused = [name for name, value in given.items() if value not in (None, "no")]
@@ -198,9 +211,10 @@ class DetectionEvalOptions(EvalOptions):
 class DetectionPredictOptions(DrawingPredictOptions):
     """Options of `inlinevit detect predict`."""
 
-    probabilities: ClassVar[tuple[str, ...]] = ("threshold",)
-
     output: str
     """Folder for a drawing of each image, NAME.png, and predictions.json."""
     threshold: float = 0.5
     """Objects with lower scores are left out."""
+
+    def __post_init__(self) -> None:
+        check_value("threshold", self.threshold, float, Range(0, 1))

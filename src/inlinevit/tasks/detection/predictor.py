@@ -69,7 +69,7 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
     def settings(self, options: DetectionEvalOptions) -> dict[str, Any]:
         return {"results": options.results}
 
-    def evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
+    def make_evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
         """See Predictor.evaluator; categories are matched by name."""
         categories = match_categories(self.categories, data.source)
         return DetectionEvaluator(data.source, data.config.workers, categories=categories, keep_results=True)
@@ -85,7 +85,7 @@ class StoredResults(DetectionPredictor):
     def description(self, options: Any) -> str:
         return self.name
 
-    def evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
+    def make_evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
         results = read_results(self.files, data.source.ground_truth())
         return DetectionEvaluator(data.source, workers=0, results=results)
 

@@ -9,24 +9,24 @@ from torch import Tensor, nn
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
 from ...engine.evaluator import EvalData
-from ...engine.outputs import check_run_output
 from ...engine.runs import Run
 from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import require
+from .. import TASKS
 from .coco import open_coco
 from .config import DetectionConfig, DetectionDataConfig, DetectionEvalOptions
 from .dataset import make_train_loader
 from .metrics import PARTS, RESULTS_JSON, DetectionEvaluator
 from .model import build_detector
-from .predictor import DetectionPredictor, StoredResults, load_detector
+from .predictor import CATEGORIES_JSON, DetectionPredictor, StoredResults, load_detector
 
 # The metrics of a run; `inlinevit detect eval` has more.
 LOGGED = ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
 
 
-class Detection(Task, config=DetectionConfig, command="inlinevit detect", metric="box_AP"):
+class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command, metric="box_AP"):
     """Object detection and instance segmentation."""
 
     config: DetectionConfig
@@ -44,7 +44,7 @@ class Detection(Task, config=DetectionConfig, command="inlinevit detect", metric
         )
         check_memory(config)
         weights = [config.model.checkpoint] if config.model.checkpoint else []
-        check_run_output(config.run.output, [self.train_source.file, self.eval_source.file, *weights])
+        self.check_run_output([self.train_source.file, self.eval_source.file, *weights])
         self.num_classes = config.model.num_classes or len(self.categories)
         require(
             self.num_classes >= len(self.categories),
@@ -64,15 +64,15 @@ class Detection(Task, config=DetectionConfig, command="inlinevit detect", metric
         losses: dict[str, Tensor] = model([image.float() / 255 for image in images], targets)
         return sum(losses.values(), start=images[0].new_zeros((), dtype=losses["loss_objectness"].dtype))
 
-    def evaluator(self) -> DetectionEvaluator:
+    def make_evaluator(self) -> DetectionEvaluator:
         return DetectionEvaluator(self.eval_source, self.config.data.workers)
 
-    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        numbers = super().evaluate(model, accelerator)
+    def compute_metrics(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        numbers = super().compute_metrics(model, accelerator)
         return {name: numbers[name] for name in LOGGED}
 
     def metadata(self) -> dict[str, Any]:
-        return {**super().metadata(), "categories": [asdict(category) for category in self.categories]}
+        return {CATEGORIES_JSON: [asdict(category) for category in self.categories]}
 
     @classmethod
     def find_run(cls, model: str | None, options: Any) -> Run[Any] | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ...engine.config import ClassPredictOptions, EvalOptions, TrainConfig
-from ...utils.validation import check_fields, require
+from ...utils.validation import Range, check_fields, check_value, require
 from ..classification.config import AugmentConfig, ImageDataConfig, ImageDataOptions, ModelConfig
 
 
@@ -40,6 +40,8 @@ class MultilabelLossConfig:
 class MultilabelConfig(TrainConfig):
     """A whole multi-label run."""
 
+    free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.eval_path")
+
     data: MultilabelDataConfig = field(default_factory=MultilabelDataConfig)
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(mixup=0, cutmix=0, label_smoothing=0))
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,18 +59,21 @@ class MultilabelConfig(TrainConfig):
 class MultilabelEvalOptions(EvalOptions):
     """Options of `inlinevit multilabel eval`."""
 
-    probabilities: ClassVar[tuple[str, ...]] = ("threshold",)
-
     data: ImageDataOptions = field(default_factory=ImageDataOptions)
     threshold: float = 0.5
     """Probability from which a label counts as predicted, for F1."""
+
+    def __post_init__(self) -> None:
+        check_value("threshold", self.threshold, float, Range(0, 1))
 
 
 @dataclass(kw_only=True)
 class MultilabelPredictOptions(ClassPredictOptions):
     """Options of `inlinevit multilabel predict`."""
 
-    probabilities: ClassVar[tuple[str, ...]] = ("threshold",)
-
     threshold: float = 0.5
     """Labels with lower probabilities are left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_value("threshold", self.threshold, float, Range(0, 1))

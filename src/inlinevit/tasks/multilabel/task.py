@@ -8,10 +8,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ...engine.evaluator import EvalData
-from ...engine.outputs import check_run_output
 from ...engine.results import ClassProbability
 from ...engine.runs import Run, open_run
 from ...utils.validation import require
+from .. import TASKS
 from ..classification.model import build_trained
 from ..classification.predictor import CLASSES_JSON, DIGITS, ImagePredictor, check_batch_memory, parse_classes
 from ..classification.task import ImageTask
@@ -37,11 +37,14 @@ class MultilabelPredictor(ImagePredictor):
             results.append(labels if bool(row.isfinite().all()) else None)
         return results
 
-    def evaluator(self, data: EvalData, options: MultilabelEvalOptions) -> MultilabelEvaluator:
+    def settings(self, options: MultilabelEvalOptions) -> dict[str, Any]:
+        return {**super().settings(options), "threshold": options.threshold}
+
+    def make_evaluator(self, data: EvalData, options: MultilabelEvalOptions) -> MultilabelEvaluator:
         return MultilabelEvaluator(data.source, self.spec, data.config, options.threshold)
 
 
-class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilabel", metric="map"):
+class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"].command, metric="map"):
     """Multi-label classification."""
 
     config: MultilabelConfig
@@ -56,7 +59,7 @@ class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilab
         require(fits, f"{config.data.path} has {self.num_classes} labels: model.num_classes should be as many")
         check_batch_memory(self.spec, min(config.data.batch_size, len(self.train_source)))
         weights = [config.model.checkpoint] if config.model.checkpoint else []
-        check_run_output(config.run.output, [self.train_source.file, self.eval_source.file, *weights])
+        self.check_run_output([self.train_source.file, self.eval_source.file, *weights])
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:
         images, rows, problems = batch
@@ -65,11 +68,11 @@ class Multilabel(ImageTask, config=MultilabelConfig, command="inlinevit multilab
         self.targets = self.targets.to(images.device)
         return multilabel_loss(model(images).float(), self.targets[rows], self.config.loss)
 
-    def evaluator(self) -> MultilabelEvaluator:
+    def make_evaluator(self) -> MultilabelEvaluator:
         return MultilabelEvaluator(self.eval_source, self.spec, self.config.data, threshold=0.5)
 
     def metadata(self) -> dict[str, Any]:
-        return {**super().metadata(), "classes": self.names}
+        return {CLASSES_JSON: self.names}
 
     @classmethod
     def open_eval_data(cls, config: MultilabelDataConfig, run: Run[Any] | None, options: Any) -> EvalData:

@@ -1,19 +1,17 @@
 """Configuration of segmentation: the fields of recipes, and the options of `inlinevit segment train, eval, predict`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...engine.config import (
     DrawingPredictOptions,
     EvalOptions,
     OptimizerConfig,
     ScheduleConfig,
-    SplitDataConfig,
-    SplitDataOptions,
     TrainConfig,
 )
 from ...utils.validation import MOST_PIXELS, check_fields, require
-from ..backbone_config import BackboneConfig, refuse_layer_decay
+from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
 
 # Factors that images are scaled by are not larger.
 MOST_SCALE = 100
@@ -176,6 +174,8 @@ class InferenceOptions:
 @dataclass
 class SegmentationConfig(TrainConfig):
     """A whole segmentation run. By default it counts steps, as is usual for this task."""
+
+    free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.labels")
 
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=1e-4, lr_base_size=32, weight_decay=1e-4)

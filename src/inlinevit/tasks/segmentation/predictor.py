@@ -87,7 +87,7 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
     def settings(self, options: SegmentationEvalOptions) -> dict[str, Any]:
         return {"inference": vars(options.inference.applied_to(self.config.inference))}
 
-    def evaluator(self, data: EvalData, options: SegmentationEvalOptions) -> SegmentationEvaluator:
+    def make_evaluator(self, data: EvalData, options: SegmentationEvalOptions) -> SegmentationEvaluator:
         inference = options.inference.applied_to(self.config.inference)
         return SegmentationEvaluator(data.source, data.config.workers, inference, self.mean_std)
 

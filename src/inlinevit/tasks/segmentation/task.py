@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
 from ...engine.evaluator import EvalData
-from ...engine.outputs import check_run_output
 from ...engine.runs import Run
 from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
+from .. import TASKS
 from ..backbone import mean_and_std
 from .ade import open_ade
 from .config import SegmentationConfig, SegmentationDataConfig, SegmentationEvalOptions
@@ -21,10 +21,10 @@ from .inference import normalize
 from .labels import IGNORED, open_labels
 from .metrics import CONFUSION_PNG, SegmentationEvaluator
 from .model import build_segmenter
-from .predictor import SegmentationPredictor, evaluation_labels, load_segmenter
+from .predictor import LABELS_JSON, SegmentationPredictor, evaluation_labels, load_segmenter
 
 
-class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment", metric="miou"):
+class Segmentation(Task, config=SegmentationConfig, command=TASKS["segmentation"].command, metric="miou"):
     """Semantic segmentation."""
 
     config: SegmentationConfig
@@ -39,7 +39,7 @@ class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment",
         crop, remedy = config.augment.crop_size, "choose a smaller data.batch_size, or augment.crop_size"
         require_memory_for_images(config.data.batch_size, 3, crop, crop, remedy)
         inputs = [file for file in (config.data.labels, config.model.checkpoint) if file]
-        check_run_output(config.run.output, inputs)
+        self.check_run_output(inputs)
 
     def build_model(self) -> nn.Module:
         return build_segmenter(self.config.model, len(self.labels.classes))
@@ -55,12 +55,12 @@ class Segmentation(Task, config=SegmentationConfig, command="inlinevit segment",
         logits, auxiliary = output
         return pixel_loss(logits, labels) + self.config.model.aux_weight * pixel_loss(auxiliary, labels)
 
-    def evaluator(self) -> SegmentationEvaluator:
+    def make_evaluator(self) -> SegmentationEvaluator:
         config = self.config
         return SegmentationEvaluator(self.eval_source, config.data.workers, config.inference, self.mean_std)
 
     def metadata(self) -> dict[str, Any]:
-        return {**super().metadata(), "labels": self.labels.to_plain()}
+        return {LABELS_JSON: self.labels.to_plain()}
 
     @classmethod
     def open_eval_data(

@@ -1,6 +1,6 @@
-"""Configuration of runs."""
+"""Configuration that detection and segmentation share."""
 
-from inlinevit.engine.config import SplitDataOptions
+from inlinevit.tasks.backbone_config import SplitDataOptions
 
 
 def test_overrides_of_the_data() -> None:
