@@ -1,7 +1,7 @@
 """How the samples of a training step are split over processes and accumulated batches."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -78,13 +78,11 @@ class BatchPlan:
                 f"{grad_accum_steps} batches of {batch_size} each",
                 stacklevel=2,
             )
-        return BatchPlan(
-            self.process,
-            self.processes,
-            batch_size,
-            grad_accum_steps,
-            self.workers,
-            progress.processes,
-            progress.batch_size,
-            progress.workers,
+        return replace(
+            self,
+            batch_size=batch_size,
+            grad_accum_steps=grad_accum_steps,
+            initial_processes=progress.processes,
+            initial_batch_size=progress.batch_size,
+            initial_workers=progress.workers,
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.synchronize import Event
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
@@ -31,23 +31,9 @@ from .streams import (
     ReshardedStreamReader,
     ReshardedStreamSampler,
     Stream,
-    StreamReader,
     StreamSampler,
     load_samples,
 )
-
-
-class TrainLoader(Protocol):
-    """Training data, as the training loop reads them."""
-
-    # Samples in a batch of one process.
-    batch_size: int
-
-    def __len__(self) -> int:
-        """Number of batches of an epoch for this process, the same for every process."""
-
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Yield the batches of an epoch for this process, without the first `start`; ends earlier iterations."""
 
 
 @dataclass
@@ -166,42 +152,47 @@ def _outlive_signals(main_is_ending: Event, worker: int) -> None:
     signal.signal(signal.SIGTERM, end_with_main)
 
 
-@dataclass(frozen=True)
-class IndexReader:
-    """Reads a batch of samples by their indices, each augmented with its seed."""
-
-    dataset: MapDataset
-    collate: Collate
-
-    def __call__(self, indices: list[SeededIndex]) -> Any:
-        """Return the batch of these samples."""
-        return self.collate(load_samples(self.dataset, indices))
-
-
-class ShuffledLoader:
-    """Training data with random access.
+class TrainLoader:
+    """Training data of one process, as the training loop reads them.
 
     Args:
-        dataset: The data set.
-        sampler: The samples of each batch.
+        sampler: Decides what each batch has.
+        read: From a request of the sampler to a batch.
         workers: Data workers; 0 = read in this process.
-        collate: From samples to a batch.
     """
 
-    def __init__(self, dataset: MapDataset, sampler: ShardedSampler, *, workers: int, collate: Collate) -> None:
-        self.batch_size = sampler.batch_size
-        self.sampler = sampler
-        self.loader = BatchLoader(IndexReader(dataset, collate), workers=workers, keep_workers=True)
+    def __init__(
+        self, sampler: ShardedSampler | ReshardedStreamSampler, read: Callable[[Any], Any], workers: int
+    ) -> None:
+        self.sampler, self.batch_size = sampler, sampler.batch_size
+        self.loader = BatchLoader(read, workers=workers, keep_workers=True)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """See TrainLoader.batches."""
+        """Yield the batches of an epoch, without the first `start`; ends earlier iterations."""
         return self.loader.load(self.sampler.requests(epoch, start))
 
 
-class StreamLoader:
+class ShuffledLoader(TrainLoader):
+    """Training data with random access.
+
+    Args:
+        dataset: The data set.
+        sampler: The samples of each batch.
+        collate: From samples to a batch.
+    """
+
+    def __init__(self, dataset: MapDataset, sampler: ShardedSampler, *, collate: Collate) -> None:
+        super().__init__(sampler, partial(_load_batch, dataset, collate), sampler.plan.workers)
+
+
+def _load_batch(dataset: MapDataset, collate: Collate, indices: list[SeededIndex]) -> Any:
+    return collate(load_samples(dataset, indices))
+
+
+class StreamLoader(TrainLoader):
     """Training data that are read sequentially.
 
     Args:
@@ -216,7 +207,6 @@ class StreamLoader:
     def __init__(
         self, stream: Stream, plan: BatchPlan, *, seed: int, repeats: int, collate: Collate, window: int = 2048
     ) -> None:
-        self.batch_size = plan.batch_size
         samplers = [
             StreamSampler(
                 stream.lengths,
@@ -230,16 +220,8 @@ class StreamLoader:
             )
             for process in range(plan.initial_processes)
         ]
-        self.sampler = ReshardedStreamSampler(samplers, plan.batch_size, process=plan.process, processes=plan.processes)
-        reader = ReshardedStreamReader(stream, self.sampler, collate)
-        self.loader = BatchLoader(reader, workers=plan.workers, keep_workers=True)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """See TrainLoader.batches."""
-        return self.loader.load(self.sampler.requests(epoch, start))
+        sampler = ReshardedStreamSampler(samplers, plan.batch_size, process=plan.process, processes=plan.processes)
+        super().__init__(sampler, ReshardedStreamReader(stream, sampler, collate), plan.workers)
 
 
 class EvalLoader:
@@ -267,7 +249,7 @@ class EvalLoader:
         self.requests: list[Any]
         read: Callable[[Any], Any]
         if isinstance(dataset, Stream):
-            sampler = StreamSampler(
+            part = StreamSampler(
                 dataset.lengths,
                 batch_size,
                 seed=None,
@@ -276,11 +258,12 @@ class EvalLoader:
                 workers=workers,
                 window=batch_size,
             )
-            self.requests, read = list(sampler.requests(0, 0)), StreamReader(dataset, sampler, collate)
+            sampler = ReshardedStreamSampler([part], batch_size)
+            self.requests, read = list(sampler.requests(0, 0)), ReshardedStreamReader(dataset, sampler, collate)
         else:
             indices = [(index, 0) for index in range(process, len(dataset), processes)]
             self.requests = [indices[first : first + batch_size] for first in range(0, len(indices), batch_size)]
-            read = IndexReader(dataset, collate)
+            read = partial(_load_batch, dataset, collate)
         self.loader = BatchLoader(read, workers=workers, keep_workers=False)
 
     def __len__(self) -> int:

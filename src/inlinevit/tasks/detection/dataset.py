@@ -71,13 +71,11 @@ def make_train_loader(
     """
     samples = DetectionSamples(source, training_transform(augment), augment.copy_paste)
     order: ShardedSampler
-    shard = {"seed": seed, "process": plan.process, "processes": plan.processes}
     # All squares of large-scale jitter have the same size.
     if config.group_by_aspect and augment.scale_jitter is None:
         is_landscape = [int(source.aspect(index) >= 1) for index in range(len(source))]
-        total_batch = plan.initial_batch_size * plan.initial_processes
-        order = GroupedSampler(is_landscape, plan.batch_size, total_batch=total_batch, **shard)
+        order = GroupedSampler(is_landscape, plan, seed=seed)
     else:
-        order = ShardedSampler(len(source), plan.batch_size, **shard)
-    check_one_batch(len(order), len(source), plan.batch_size, plan.processes)
-    return ShuffledLoader(samples, order, workers=plan.workers, collate=collate)
+        order = ShardedSampler(len(source), plan, seed=seed)
+    check_one_batch(len(order), len(source), plan)
+    return ShuffledLoader(samples, order, collate=collate)

@@ -39,7 +39,7 @@ def collate(samples: list[Sample]) -> Sample:
 
 def make_train_loader(source: AdeSource, augment: SegmentationAugmentConfig, seed: int, plan: BatchPlan) -> TrainLoader:
     """Return the batches (images, labels) of one process, in an order that the seed decides."""
-    order = ShardedSampler(len(source), plan.batch_size, seed=seed, process=plan.process, processes=plan.processes)
-    check_one_batch(len(order), len(source), plan.batch_size, plan.processes)
+    order = ShardedSampler(len(source), plan, seed=seed)
+    check_one_batch(len(order), len(source), plan)
     samples = SegmentationSamples(source, training_transform(augment))
-    return ShuffledLoader(samples, order, workers=plan.workers, collate=collate)
+    return ShuffledLoader(samples, order, collate=collate)
