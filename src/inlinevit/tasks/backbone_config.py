@@ -1,10 +1,11 @@
 """Config of the backbone of a detector or segmenter; without torch, so that `--help` answers at once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.config import TrainConfig
-from ..utils.validation import check_fields, require
+from ..utils.validation import Range, check_fields, require
 
 
 @dataclass
@@ -34,7 +35,7 @@ class BackboneConfig:
             "model.pretrained and model.checkpoint both name initial weights: choose one of them",
         )
 
-    def most(self) -> dict[str, float]:
+    def most(self) -> Mapping[str, float | Range]:
         """The largest values of the fields that a task adds, by name."""
         return {}
 

@@ -242,22 +242,3 @@ def test_options_of_the_model_may_not_change_either() -> None:
 def test_what_may_change_exists() -> None:
     tasks = ClassificationConfig(), DetectionConfig(), SegmentationConfig()
     assert set(FREE_ON_RESUME) <= {name for config in tasks for name in flattened(to_plain(config))}
-
-
-def test_runs_of_older_versions_go_on() -> None:
-    """They have names of splits where null stands today."""
-    now = to_plain(ClassificationConfig())
-    assert (now["data"]["train_split"], now["data"]["eval_split"]) == (None, None)
-    before = {**now, "data": {**now["data"], "train_split": "train", "eval_split": "validation"}}
-    check_unchanged(before, now)
-    with pytest.raises(ValueError, match=r"data\.train_split was other and is None"):
-        check_unchanged({**before, "data": {**before["data"], "train_split": "other"}}, now)
-    with pytest.raises(ValueError, match=r"data\.train_split was train and is other"):
-        check_unchanged(before, {**now, "data": {**now["data"], "train_split": "other"}})
-
-
-def test_configurations_of_older_versions_are_read(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("data: {path: embedded, train_split: train, eval_split: validation}\n")
-    data = open_run(ClassificationConfig, str(tmp_path)).config.data
-    assert (data.train_split, data.eval_split) == ("train", "validation")
-    assert parse_config(["--config", str(tmp_path / "config.yaml")]).data == data
