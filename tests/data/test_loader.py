@@ -200,10 +200,10 @@ def test_repeats_are_augmented_anew(make: type[TrainLoader]) -> None:
 @pytest.mark.parametrize("workers", WORKERS)
 def test_streams_are_split_equally(processes: int, workers: int) -> None:
     # More processes and workers than parts, too: parts are cut.
-    options = {"batch_size": 2, "processes": processes, "workers": workers}
     drawn = []
     for process in range(processes):
-        order = ReshardedStreamSampler([StreamSampler([7, 13, 30], seed=1, process=process, **options)], 2)
+        plan = BatchPlan.first(2, process=process, processes=processes, workers=workers)
+        order = ReshardedStreamSampler([StreamSampler([7, 13, 30], plan, seed=1)], BatchPlan.first(2))
         reader = ReshardedStreamReader(Parts([7, 13, 30]), order, collate)
         drawn.append(numbers([reader(request) for request in order.requests(2, 0)]))
     assert {len(part) for part in drawn} == {50 // (2 * processes) * 2}
@@ -212,7 +212,7 @@ def test_streams_are_split_equally(processes: int, workers: int) -> None:
 
 
 def test_a_stream_shuffles_parts_and_windows() -> None:
-    orders = {tuple(StreamSampler([1] * 20, 2, seed=1).parts(epoch)) for epoch in range(3)}
+    orders = {tuple(StreamSampler([1] * 20, BatchPlan.first(2), seed=1).parts(epoch)) for epoch in range(3)}
     assert len(orders) == 3
     assert all(sorted(order) == list(range(20)) for order in orders)
     one_part = numbers(every(streamed([48], window=12)))
@@ -329,8 +329,8 @@ def test_batches_that_a_plan_cannot_split() -> None:
 
 def test_what_is_skipped_is_not_opened() -> None:
     stream = Parts([12, 12, 12, 12])
-    part = StreamSampler(stream.lengths, 4, seed=3, window=8)
-    order = ReshardedStreamSampler([part], 4)
+    part = StreamSampler(stream.lengths, BatchPlan.first(4), seed=3, window=8)
+    order = ReshardedStreamSampler([part], BatchPlan.first(4))
     reader = ReshardedStreamReader(stream, order, collate)
     for request in order.requests(0, 8):
         reader(request)

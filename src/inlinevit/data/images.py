@@ -26,7 +26,7 @@ FORMATS = (
     "JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF", "PPM",
     "AVIF", "JPEG2000", "QOI", "ICO", "DDS", "PCX", "SGI", "TGA",
 )  # fmt: skip
-# Bytes that tell a format.
+# Bytes that identify a format.
 _PREFIX = 16
 
 # Images with fewer pixels on a side show nothing; longer strips would be blown up to billions of pixels.
@@ -45,9 +45,6 @@ def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile:
 
     All images that are not made by this library are opened here: no other program is started for them, and only regular
     files are read.
-
-    Args:
-        file: Its file, or its content as a stream.
 
     Raises:
         NotRegularFileError: It is a pipe, a device, a socket or a folder.
@@ -121,8 +118,8 @@ def convert_mode(image: Image.Image, mode: str, *, stored: Image.Image | None = 
     """Decode an image and convert it to a mode, without rotation. docs/training.md has a table of all modes.
 
     Args:
-        image: Any of Pillow's.
-        mode: Pillow's name of the mode: RGB, or L for grey.
+        image: Any image of Pillow's.
+        mode: RGB, or L for grey.
         stored: The image as it was opened, if `image` is a rotated copy: what values mean depends on the file.
 
     Raises:
@@ -178,11 +175,7 @@ def _tiff_tag(image: Image.Image, tag: int) -> object:
 
 @contextmanager
 def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
-    """Raise an error where Pillow only warns of a decompression bomb.
-
-    Args:
-        most_pixels: The limit; None = Pillow's.
-    """
+    """Raise an error where Pillow only warns of a decompression bomb; None = Pillow's limit."""
     before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -194,12 +187,7 @@ def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
 
 
 def describe_image_error(name: str, error: Exception) -> str:
-    """Describe why an image cannot be used.
-
-    Args:
-        name: The name of the image.
-        error: What reading it has raised; a broken file can make Pillow raise anything.
-    """
+    """Describe why an image cannot be used; a broken file can make Pillow raise any error."""
     reason = str(error)
     if isinstance(error, UnidentifiedImageError):
         reason = "it is not an image"
@@ -209,11 +197,7 @@ def describe_image_error(name: str, error: Exception) -> str:
 
 
 class ImageFiles:
-    """Images in files that a user has named.
-
-    Args:
-        arguments: Files, folders, or glob patterns.
-    """
+    """Images in files that a user has named, as files, folders or glob patterns."""
 
     def __init__(self, arguments: Iterable[str]) -> None:
         self.files = list(find_images(arguments).items())

@@ -176,13 +176,7 @@ class TrainLoader:
 
 
 class ShuffledLoader(TrainLoader):
-    """Training data with random access.
-
-    Args:
-        dataset: The data set.
-        sampler: The samples of each batch.
-        collate: From samples to a batch.
-    """
+    """Training data with random access; `collate` makes a batch of samples."""
 
     def __init__(self, dataset: MapDataset, sampler: ShardedSampler, *, collate: Collate) -> None:
         super().__init__(sampler, partial(_load_batch, dataset, collate), sampler.plan.workers)
@@ -198,43 +192,18 @@ class StreamLoader(TrainLoader):
     Args:
         stream: The data.
         plan: How the samples of a step are split over processes.
-        seed: The run's seed.
-        repeats: See StreamSampler.
         collate: From samples to a batch.
-        window: See StreamSampler.
+        options: See StreamSampler: seed, repeats, window.
     """
 
-    def __init__(
-        self, stream: Stream, plan: BatchPlan, *, seed: int, repeats: int, collate: Collate, window: int = 2048
-    ) -> None:
-        samplers = [
-            StreamSampler(
-                stream.lengths,
-                plan.initial_batch_size,
-                seed=seed,
-                process=process,
-                processes=plan.initial_processes,
-                workers=plan.initial_workers,
-                repeats=repeats,
-                window=window,
-            )
-            for process in range(plan.initial_processes)
-        ]
-        sampler = ReshardedStreamSampler(samplers, plan.batch_size, process=plan.process, processes=plan.processes)
+    def __init__(self, stream: Stream, plan: BatchPlan, *, collate: Collate, **options: int) -> None:
+        samplers = [StreamSampler(stream.lengths, initial, **options) for initial in plan.initial_plans()]
+        sampler = ReshardedStreamSampler(samplers, plan)
         super().__init__(sampler, ReshardedStreamReader(stream, sampler, collate), plan.workers)
 
 
 class EvalLoader:
-    """Reads every sample once, over all processes; they may have different numbers of batches, and smaller last ones.
-
-    Args:
-        dataset: The data set, or a stream.
-        batch_size: Samples in a batch.
-        workers: Data workers; 0 = read in this process.
-        collate: From samples to a batch.
-        process: The index of this process.
-        processes: Number of processes.
-    """
+    """Reads every sample once, over all processes; their numbers of batches may differ, and last batches be smaller."""
 
     def __init__(
         self,
@@ -249,16 +218,9 @@ class EvalLoader:
         self.requests: list[Any]
         read: Callable[[Any], Any]
         if isinstance(dataset, Stream):
-            part = StreamSampler(
-                dataset.lengths,
-                batch_size,
-                seed=None,
-                process=process,
-                processes=processes,
-                workers=workers,
-                window=batch_size,
-            )
-            sampler = ReshardedStreamSampler([part], batch_size)
+            plan = BatchPlan.first(batch_size, process=process, processes=processes, workers=workers)
+            part = StreamSampler(dataset.lengths, plan, seed=None, window=batch_size)
+            sampler = ReshardedStreamSampler([part], BatchPlan.first(batch_size))
             self.requests, read = list(sampler.requests(0, 0)), ReshardedStreamReader(dataset, sampler, collate)
         else:
             indices = [(index, 0) for index in range(process, len(dataset), processes)]

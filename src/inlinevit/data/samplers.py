@@ -81,9 +81,7 @@ class GroupedSampler(ShardedSampler):
     without groups. Pure and mixed batches are shuffled.
 
     Args:
-        groups: The group of each sample, by its index.
-        plan: Batches and processes.
-        seed: The run's seed.
+        groups: The group of each sample, by its index; further arguments as for ShardedSampler.
     """
 
     def __init__(self, groups: Sequence[int], plan: BatchPlan, *, seed: int) -> None:

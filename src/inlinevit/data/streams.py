@@ -1,11 +1,12 @@
 """Data that are read sequentially, such as the shards of WebDataset: samplers, and readers for batches."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..utils.seeding import derive_seed, set_cpu_seed
+from .batch_plan import BatchPlan
 from .samplers import SeededIndex, shuffle_indices
 
 Collate = Callable[[list[Any]], Any]
@@ -57,7 +58,6 @@ class Window:
     end: int
 
 
-@dataclass
 class StreamSampler:
     """Splits the samples of a stream over processes and their workers.
 
@@ -66,37 +66,27 @@ class StreamSampler:
     batches than another. A range is read window by window; in a window, samples are shuffled. All this is a function
     of the seed, the epoch and the numbers of processes and workers alone.
 
-    Attributes:
+    Args:
         lengths: Number of samples of each part.
-        batch_size: Samples in a batch of one process.
+        plan: Batches, processes and workers.
         seed: The run's seed; None = no shuffling, and the last batch may be smaller: every sample comes once.
-        process: The index of this process.
-        processes: Number of processes.
-        workers: Data workers of each process.
         repeats: As for ShardedSampler.
         window: Samples that are shuffled together.
     """
 
-    lengths: Sequence[int]
-    batch_size: int
-    _: KW_ONLY
-    seed: int | None
-    process: int = 0
-    processes: int = 1
-    workers: int = 1
-    repeats: int = 1
-    window: int = 2048
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, lengths: Sequence[int], plan: BatchPlan, *, seed: int | None, repeats: int = 1, window: int = 2048
+    ) -> None:
+        self.lengths, self.batch_size, self.seed, self.repeats = lengths, plan.batch_size, seed, repeats
         # Workers are asked one after another, so each gets the batches of one range.
-        self.ranges = max(1, self.workers)
-        self.window_batches = max(1, self.window // self.batch_size)
-        total = sum(self.lengths)
-        if self.seed is None:
-            self.first, self.end = (total * number // self.processes for number in (self.process, self.process + 1))
+        self.ranges = max(1, plan.workers)
+        self.window_batches = max(1, window // plan.batch_size)
+        total = sum(lengths)
+        if seed is None:
+            self.first, self.end = (total * number // plan.processes for number in (plan.process, plan.process + 1))
         else:
-            per_process = total // (self.batch_size * self.processes) * self.batch_size
-            self.first, self.end = per_process * self.process, per_process * (self.process + 1)
+            per_process = total // (plan.batch_size * plan.processes) * plan.batch_size
+            self.first, self.end = per_process * plan.process, per_process * (plan.process + 1)
 
     def __len__(self) -> int:
         return -((self.first - self.end) // self.batch_size)
@@ -167,15 +157,9 @@ class StreamReader:
 
 
 class StreamPiece(NamedTuple):
-    """Some samples of a batch of a stream, from `start` to `stop`.
+    """The samples from `start` to `stop` of a batch of a stream."""
 
-    Attributes:
-        process: The process that had the batch when the run was started.
-        request: The batch.
-        start: Its first sample.
-        stop: The end of its samples.
-    """
-
+    # That had the batch when the run was started.
     process: int
     request: StreamRequest
     start: int
@@ -187,24 +171,20 @@ class ReshardedStreamSampler:
 
     Args:
         samplers: The sampler of each process that the run was started with.
-        batch_size: Samples in a batch of one process.
-        process: The index of this process.
-        processes: Number of processes.
+        plan: Batches and processes.
     """
 
-    def __init__(
-        self, samplers: Sequence[StreamSampler], batch_size: int, *, process: int = 0, processes: int = 1
-    ) -> None:
-        self.samplers, self.batch_size, self.process, self.processes = samplers, batch_size, process, processes
+    def __init__(self, samplers: Sequence[StreamSampler], plan: BatchPlan) -> None:
+        self.samplers, self.plan, self.batch_size = samplers, plan, plan.batch_size
 
     def __len__(self) -> int:
         samples = len(self.samplers[0]) * self.samplers[0].batch_size * len(self.samplers)
-        return samples // (self.batch_size * self.processes)
+        return samples // (self.batch_size * self.plan.processes)
 
     def requests(self, epoch: int, start: int) -> Iterator[list[StreamPiece]]:
         """Yield the pieces of each batch of an epoch, without the first `start` batches."""
         for batch in range(start, len(self)):
-            first = (batch * self.processes + self.process) * self.batch_size
+            first = (batch * self.plan.processes + self.plan.process) * self.batch_size
             yield list(self.pieces(epoch, first, first + self.batch_size))
 
     def pieces(self, epoch: int, first: int, end: int) -> Iterator[StreamPiece]:

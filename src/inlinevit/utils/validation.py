@@ -106,8 +106,8 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
 
     Args:
         name: Its name, for messages.
-        value: The value.
-        hint: Its type.
+        value: Anything.
+        hint: The type that it should have.
         allowed: The range of the number, or of each number in a list; None = any finite number.
     """
     if not has_type(value, hint):

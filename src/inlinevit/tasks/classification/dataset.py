@@ -138,15 +138,7 @@ def make_train_loader(
 ) -> TrainLoader:
     """Return the batches (images, labels, problems) of one process, in a reproducible order.
 
-    Args:
-        source: Where the images come from.
-        transform: From a PIL image to a tensor.
-        mode: Colour mode of the model's images, in Pillow's notation.
-        num_targets: Labels must be below this.
-        config: How many images to use, and how many may be unreadable.
-        repeats: How often an image comes in succession, each time augmented again.
-        seed: The run's seed.
-        plan: Batches, processes and workers.
+    Args as for LabelledImages and ShardedSampler.
     """
     # Once more images than allowed were tried in vain, the run stops anyway.
     tries = config.max_unreadable + 1

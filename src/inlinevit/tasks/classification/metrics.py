@@ -90,7 +90,7 @@ class ImageEvaluator(Evaluator):
     Args:
         source: The images.
         spec: The model's input.
-        config: How the images are read.
+        config: How they are read.
         num_targets: Labels of the source are below this: the number of classes, or of rows in a table of targets.
         labels: For each label of the source, that of the model; None = they are the same.
     """
@@ -133,14 +133,10 @@ class ImageEvaluator(Evaluator):
 
 
 class ClassificationEvaluator(ImageEvaluator):
-    """Evaluates classifiers on one data set.
+    """Evaluates classifiers on one data set; see ImageEvaluator.
 
     Args:
-        source: The images.
-        spec: The model's input.
-        config: How the images are read.
         num_classes: Width of the model's head.
-        labels: For each class of the source, that of the model; None = they are the same.
         classes: Names of the model's classes; None = their indices.
     """
 

@@ -92,9 +92,15 @@ def _create_from_file(config: ModelConfig, file: str, num_classes: int, new_head
 def _create(config: ModelConfig, num_classes: int, **weights: Any) -> nn.Module:
     """Create a model with img_size and drop_path_rate, if it has these arguments."""
 
-    def when_refused(argument: str) -> None:
-        if argument == "img_size":
-            _check_any_size(config)
+    def check_fixed_size(argument: str) -> None:
+        made_for = get_pretrained_cfg(config.name)
+        if argument == "img_size" and made_for is not None and made_for.fixed_input_size:
+            size = made_for.input_size[-1]
+            require(
+                size == config.img_size,
+                f"{config.name} takes images of {size} pixels only, not {config.img_size}: leave out img_size, or "
+                "choose another model",
+            )
 
     return create_model(
         config.name,
@@ -102,18 +108,8 @@ def _create(config: ModelConfig, num_classes: int, **weights: Any) -> nn.Module:
         optional={"img_size": config.img_size, "drop_path_rate": config.drop_path_rate or None},
         options=config.kwargs,
         own_words=OWN_FIELDS,
-        when_refused=when_refused,
+        when_refused=check_fixed_size,
     )
-
-
-def _check_any_size(config: ModelConfig) -> None:
-    """Refuse an img_size for a model with a fixed input size."""
-    made_for = get_pretrained_cfg(config.name)
-    if made_for is not None and made_for.fixed_input_size and made_for.input_size[-1] != config.img_size:
-        raise ValueError(
-            f"{config.name} takes images of {made_for.input_size[-1]} pixels only, not {config.img_size}: leave out "
-            "img_size, or choose another model"
-        )
 
 
 def classes_of_model(config: ModelConfig) -> int:

@@ -19,11 +19,12 @@ from ...engine.predictor import Predictor
 from ...engine.results import ClassProbability, shorten_list
 from ...engine.runs import RUN_CONFIG, Run, has_config, open_run
 from ...models._weight_files import read_state_dict, require_finite
+from ...models.factory import check_model_name, classes_of_weights
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import has_type, require
 from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
 from .metrics import ClassificationEvaluator
-from .model import build_model, channels_of_weights, check_model_name, classes_of_weights
+from .model import build_model, channels_of_weights
 from .transforms import InputSpec, evaluation_transform, input_spec
 
 CLASSES_JSON = "classes.json"

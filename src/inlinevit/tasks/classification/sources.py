@@ -58,14 +58,7 @@ class ImageSource(Protocol):
 
 
 class ArraySource:
-    """Grey images in memory.
-
-    Args:
-        images: (images, height, width), bytes.
-        labels: (images,).
-        classes: Names of the classes.
-        title: Name of the data set, for messages.
-    """
+    """Grey images in memory, (images, height, width), with their labels, (images,); the title is for messages."""
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.uint8], classes: list[str], title: str) -> None:
         self.images, self.labels, self.classes, self.title = images, labels, classes, title
@@ -161,13 +154,7 @@ class TarSource:
 
 
 def _class_labels(path: Path, names: list[str], folders: list[str]) -> tuple[list[str], list[int]]:
-    """Return the classes in timm's order, and the label of each image.
-
-    Args:
-        path: The data set.
-        names: The images.
-        folders: The name of each image's folder; "" for one that is in no class folder, which is refused.
-    """
+    """Return the classes in timm's order, and the label of each image; `folders` are their class folders, or ""."""
     if not names:
         raise ValueError(f"{path} holds no images: it should hold a folder of images for each class")
     if "" in folders:
@@ -254,12 +241,7 @@ class HuggingFaceSource:
 
 
 class SubsetSource:
-    """Evenly spaced images of another source: if they are sorted by class, each class keeps its proportion.
-
-    Args:
-        source: The other source.
-        count: How many images to take.
-    """
+    """Evenly spaced images of another source: if they are sorted by class, each class keeps its proportion."""
 
     def __init__(self, source: ImageSource, count: int) -> None:
         self.source, self.count, self.classes = source, min(count, len(source)), source.classes
@@ -298,12 +280,7 @@ def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Pat
 def match_labels(source: ImageSource | ShardSource, classes: Sequence[str] | None) -> list[int] | None:
     """Return the training label of each class of the images for evaluation.
 
-    Args:
-        source: The images for evaluation.
-        classes: The classes of training, by label.
-
-    Returns:
-        None if labels are used as they are, because the names of classes are not known.
+    None = labels are used as they are, because the names of classes are not known.
     """
     if source.classes is None or classes is None:
         return None
@@ -362,7 +339,7 @@ def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
 
     Args:
         path: The data set.
-        request: Which split.
+        request: The split.
         is_eval_path: Whether the path was given for evaluation alone.
 
     Raises:
@@ -417,7 +394,7 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
         raise FileNotFoundError(f"no {' and no '.join(missing)}: name the folder with Fashion-MNIST's four .gz files")
     try:
         images, labels = (np.frombuffer(gzip.decompress(read_bytes(file)), np.uint8) for file in files)
-        # The files begin with 16 and with 8 bytes that tell their shapes.
+        # The files begin with headers of 16 and of 8 bytes.
         images, labels = images[16:].reshape(-1, 28, 28), labels[8:]
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{files[0]} or {files[1].name} is damaged ({error}): download them again") from error
@@ -429,16 +406,9 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
 
 
 def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval_path: bool) -> TorchvisionSource:
-    """Open a torchvision data set that is on disk.
-
-    Args:
-        path: torch/NAME, timm's name.
-        root: Its folder.
-        request: Its split.
-        is_eval_path: Whether it was named for evaluation alone.
-    """
+    """Open a torchvision data set, torch/NAME, that is in the folder `root`; see find_part."""
     if root is None:
-        raise ValueError(f"{path} needs the folder that it lies in: name it with --data.root")
+        raise ValueError(f"{path} needs the folder that it is in: name it with --data.root")
     name = path.lower().split("/", 2)[-1]
     if name not in (*TORCHVISION_PAIRS, *TORCHVISION_SPLITS, *TORCHVISION_FOLDERS):
         raise ValueError(
@@ -476,7 +446,7 @@ def open_huggingface(name: str, cache: str | None, request: SplitRequest) -> Hug
     Args:
         name: Its folder, or its name on the hub.
         cache: Folder for what is downloaded and converted.
-        request: Its split; if it is not given, train or validation, however that is spelled.
+        request: Its split; if it is not given, train or validation in any spelling.
     """
     try:
         import datasets

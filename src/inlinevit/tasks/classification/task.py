@@ -33,13 +33,7 @@ from .transforms import input_spec, training_transform
 
 
 class Teacher(nn.Module):
-    """A frozen model, and the loss of a student against its predictions.
-
-    Args:
-        config: Which model, and how to learn from it.
-        student: The model that learns; its images are what the teacher is given.
-        num_classes: Classes of both.
-    """
+    """A frozen model, and the loss of a student, whose images it gets, against its predictions."""
 
     scale: Tensor
     shift: Tensor
@@ -85,11 +79,7 @@ class Teacher(nn.Module):
 
 
 class ImageTask(Task):
-    """A task with labels of whole images.
-
-    Args:
-        config: The run; it has `data`, `augment` and `model`.
-    """
+    """A task with labels of whole images; its config has `data`, `augment` and `model`."""
 
     train_source: ImageSource | ShardSource
     # Width of the head.

@@ -13,29 +13,15 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor
 from torchvision import transforms
 
-from ...utils.validation import Range, require
+from ...utils.validation import FRACTION, Range, require
 from .config import AugmentConfig, ModelConfig
 
 # The parts of timm's policies, by name, with their numbers; timm ignores others without a warning.
-AUTO_AUGMENT = {"mstd": Range(0, 1000)}
+LEVEL, COUNT, STD = Range(0, 100), Range(1, 100), Range(0, 1000)
 POLICIES = {
-    "rand": {
-        "m": Range(0, 100),
-        "n": Range(1, 100),
-        "p": Range(0, 1),
-        "mstd": Range(0, 1000),
-        "mmax": Range(1, 100),
-        "inc": Range(0, 1),
-    },
-    "augmix": {
-        "m": Range(0, 100),
-        "w": Range(1, 100),
-        "d": Range(1, 100),
-        "a": Range(0.001, 1000),
-        "b": Range(0, 1),
-        "mstd": Range(0, 1000),
-    },
-    **dict.fromkeys(("original", "originalr", "v0", "v0r", "3a"), AUTO_AUGMENT),
+    "rand": {"m": LEVEL, "n": COUNT, "p": FRACTION, "mstd": STD, "mmax": COUNT, "inc": FRACTION},
+    "augmix": {"m": LEVEL, "w": COUNT, "d": COUNT, "a": Range(0.001, 1000), "b": FRACTION, "mstd": STD},
+    **{name: {"mstd": STD} for name in ("original", "originalr", "v0", "v0r", "3a")},
 }
 # Parts whose numbers need not be whole.
 FRACTIONS = ("p", "mstd", "a")
@@ -76,14 +62,8 @@ def input_spec(config: ModelConfig) -> InputSpec:
     spec = resolve_data_config(asked, pretrained_cfg=made_for.to_dict() if made_for else {})
     if config.in_chans == 1:
         spec.update(mean=(0.5,), std=(0.5,))
-    return InputSpec(
-        size=spec["input_size"][-1],
-        mean=tuple(spec["mean"]),
-        std=tuple(spec["std"]),
-        interpolation=spec["interpolation"],
-        crop_pct=spec["crop_pct"],
-        crop_mode=spec["crop_mode"],
-    )
+    mean, std = tuple(spec["mean"]), tuple(spec["std"])
+    return InputSpec(spec["input_size"][-1], mean, std, spec["interpolation"], spec["crop_pct"], spec["crop_mode"])
 
 
 class Normalized:
@@ -135,11 +115,7 @@ def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
 
 
 def check_policy(policy: str) -> None:
-    """Refuse a policy of timm's that has parts which timm would ignore, or numbers that make no sense.
-
-    Args:
-        policy: Such as rand-m9-mstd0.5-inc1: a name, then parts of letters and a number.
-    """
+    """Refuse a policy of timm's, such as rand-m9-mstd0.5-inc1, with parts that timm would ignore, or wrong numbers."""
     name, *parts = policy.split("-")
     if name not in POLICIES:
         raise ValueError(

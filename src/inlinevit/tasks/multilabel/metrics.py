@@ -77,14 +77,7 @@ class MultilabelEvaluation(Evaluation):
 
 
 class MultilabelEvaluator(ImageEvaluator):
-    """Evaluates multi-label models on one data set.
-
-    Args:
-        source: The images; its labels are those of the model.
-        spec: The model's input.
-        config: How the images are read.
-        threshold: Probability from which a label counts as predicted.
-    """
+    """Evaluates multi-label models on one data set; labels count as predicted from the threshold on."""
 
     def __init__(self, source: CsvSource, spec: InputSpec, config: MultilabelDataConfig, threshold: float) -> None:
         super().__init__(source, spec, config, len(source))
