@@ -150,9 +150,9 @@ def test_groups_keep_to_themselves(groups: list[int], shape: tuple[int, int], se
     # However many processes there are, and from wherever they start: the same.
     plans = [BatchPlan.first(batch_size, process=process, processes=processes) for process in range(processes)]
     orders = [GroupedSampler(groups, plan, seed=seed) for plan in plans]
-    shares = [list(order.requests(epoch, 0)) for order in orders]
-    assert [list(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)] == batches
-    assert [list(order.requests(epoch, 1)) for order in orders] == [share[1:] for share in shares]
+    drawn = [list(order.requests(epoch, 0)) for order in orders]
+    assert [list(chain.from_iterable(parts)) for parts in zip(*drawn, strict=True)] == batches
+    assert [list(order.requests(epoch, 1)) for order in orders] == [requests[1:] for requests in drawn]
 
 
 def test_groups_are_shuffled_and_come_in_any_order() -> None:
@@ -318,9 +318,9 @@ def test_batches_that_a_plan_cannot_split() -> None:
         ValueError, match=r"12 samples in a step, which 5 processes with batches of up to 3 .* divides 12"
     ):
         BatchPlan.first(3, processes=5).resumed(progress, 1)
-    with pytest.raises(ValueError, match=r"batches of up to 4 \(multiples of 2\) cannot share equally"):
+    with pytest.raises(ValueError, match=r"batches of up to 4 \(multiples of 2\) cannot split equally"):
         BatchPlan.first(4, processes=4).resumed(progress, 2)
-    with pytest.raises(ValueError, match=r"0 samples in a step, which 1 processes .* cannot share equally"):
+    with pytest.raises(ValueError, match=r"0 samples in a step, which 1 processes .* cannot split equally"):
         BatchPlan.first(4).resumed(Progress(total_batch=0), 1)
     with pytest.warns(UserWarning, match="on 3 processes, that is 2 batches of 2 each"):
         plan = BatchPlan.first(3, processes=3).resumed(progress, 2)

@@ -68,7 +68,7 @@ class BatchPlan:
             if left or not per_process or not sizes:
                 raise ValueError(
                     f"the run has {progress.total_batch} samples in a step, which {self.processes} processes with "
-                    f"batches of up to {self.batch_size} (multiples of {multiple}) cannot share equally: use a number "
+                    f"batches of up to {self.batch_size} (multiples of {multiple}) cannot split equally: use a number "
                     f"of processes that divides {progress.total_batch}, or another --data.batch_size"
                 )
             batch_size, grad_accum_steps = sizes[-1], per_process // sizes[-1]

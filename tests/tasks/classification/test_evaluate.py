@@ -221,7 +221,7 @@ accelerator.end_training()
 
 @pytest.mark.slow
 def test_two_processes_count_every_image_once(tmp_path: Path) -> None:
-    """Shares of different sizes, and one of none: the same as alone, on both processes, whatever wraps the model."""
+    """Parts of different sizes, and one of none: the same as alone, on both processes, whatever wraps the model."""
     script = tmp_path / "script.py"
     script.write_text(SEVERAL_PROCESSES.format(folder=str(ROOT)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

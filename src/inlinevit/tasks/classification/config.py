@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from ...engine.config import MOST_IMAGES, MOST_WORKERS, ClassPredictOptions, DataOptions, EvalOptions, TrainConfig
 from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
 
-# Prefixes of data that have a root.
+# Prefixes of data that may have a root.
 ROOTED = ("torch", "hfds", "wds")
 
 
@@ -60,11 +60,12 @@ class DataConfig(ImageDataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("path", "eval_path"):
-            kind, slash, rest = (vars(self)[name] or "").partition("/")
+        for field_name in ("path", "eval_path"):
+            path = vars(self)[field_name] or ""
+            kind, _, name = path.partition("/")
             require(
-                kind not in ("torch", "hfds") or not slash or bool(rest),
-                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
+                bool(name) or kind not in (*ROOTED, "hfids") or (kind == "wds" and self.root is not None),
+                f"data.{field_name} is {path}, which names no data set: write {kind}/NAME",
             )
 
 

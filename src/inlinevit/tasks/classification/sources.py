@@ -318,8 +318,6 @@ def _open_split(config: DataConfig, request: SplitRequest) -> ImageSource | Shar
     if path.startswith("fashion-mnist:"):
         return fashion_mnist(Path(path.removeprefix("fashion-mnist:")), request.of_two(path))
     kind, _, name = path.partition("/")
-    if kind in ("hfds", "hfids", "wds") and not name and (kind != "wds" or config.root is None):
-        raise ValueError(f"{path} names no data: write {kind}/FOLDER" + (" or hfds/NAME" if kind == "hfds" else ""))
     if kind == "torch":
         return open_torchvision(path, config.root, request, is_eval_path)
     if kind == "hfds":
@@ -373,7 +371,7 @@ def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
 
 def _has_folders(path: Path) -> bool:
     """Whether a path is a folder that holds folders, as a split does; a folder of images is a class."""
-    return path.is_dir() and any(item.is_dir() for item in path.iterdir())
+    return path.is_dir() and any(item.is_dir() for item in os.scandir(path))
 
 
 def embedded_fashion_mnist(training: bool) -> ArraySource:
