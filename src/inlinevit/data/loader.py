@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..utils.seeding import preserve_rng_state
+from ..utils.validation import require
 from .batch_plan import BatchPlan
 from .samplers import SeededIndex, ShardedSampler
 from .streams import (
@@ -156,16 +157,19 @@ class TrainLoader:
     """Training data of one process, as the training loop reads them.
 
     Args:
-        sampler: Decides what each batch has.
+        sampler: Decides what each batch has; it is refused if there is none.
         read: From a request of the sampler to a batch.
-        workers: Data workers; 0 = read in this process.
     """
 
-    def __init__(
-        self, sampler: ShardedSampler | ReshardedStreamSampler, read: Callable[[Any], Any], workers: int
-    ) -> None:
-        self.sampler, self.batch_size = sampler, sampler.batch_size
-        self.loader = BatchLoader(read, workers=workers, keep_workers=True)
+    def __init__(self, sampler: ShardedSampler | ReshardedStreamSampler, read: Callable[[Any], Any]) -> None:
+        plan = sampler.plan
+        require(
+            len(sampler) > 0,
+            f"{sampler.length} images for training are fewer than a batch of {plan.batch_size} for each of "
+            f"{plan.processes} processes: choose a smaller --data.batch_size",
+        )
+        self.sampler, self.batch_size = sampler, plan.batch_size
+        self.loader = BatchLoader(read, workers=plan.workers, keep_workers=True)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -179,7 +183,7 @@ class ShuffledLoader(TrainLoader):
     """Training data with random access; `collate` makes a batch of samples."""
 
     def __init__(self, dataset: MapDataset, sampler: ShardedSampler, *, collate: Collate) -> None:
-        super().__init__(sampler, partial(_load_batch, dataset, collate), sampler.plan.workers)
+        super().__init__(sampler, partial(_load_batch, dataset, collate))
 
 
 def _load_batch(dataset: MapDataset, collate: Collate, indices: list[SeededIndex]) -> Any:
@@ -199,7 +203,7 @@ class StreamLoader(TrainLoader):
     def __init__(self, stream: Stream, plan: BatchPlan, *, collate: Collate, **options: int) -> None:
         samplers = [StreamSampler(stream.lengths, initial, **options) for initial in plan.initial_plans()]
         sampler = ReshardedStreamSampler(samplers, plan)
-        super().__init__(sampler, ReshardedStreamReader(stream, sampler, collate), plan.workers)
+        super().__init__(sampler, ReshardedStreamReader(stream, sampler, collate))
 
 
 class EvalLoader:

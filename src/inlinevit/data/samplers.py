@@ -29,15 +29,6 @@ def shuffle_indices(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor
     return indices, torch.randint(SEEDS, (count,), generator=generator)
 
 
-def check_one_batch(batches: int, samples: int, plan: BatchPlan) -> None:
-    """Refuse training data whose samples do not fill a single batch of an epoch."""
-    if batches == 0:
-        raise ValueError(
-            f"{samples} images for training are fewer than a batch of {plan.batch_size} for each of {plan.processes} "
-            "processes: choose a smaller --data.batch_size"
-        )
-
-
 class ShardedSampler:
     """Splits the shuffled samples of an epoch over the processes, with a seed for each sample.
 

@@ -176,6 +176,7 @@ class ReshardedStreamSampler:
 
     def __init__(self, samplers: Sequence[StreamSampler], plan: BatchPlan) -> None:
         self.samplers, self.plan, self.batch_size = samplers, plan, plan.batch_size
+        self.length = sum(samplers[0].lengths)
 
     def __len__(self) -> int:
         samples = len(self.samplers[0]) * self.samplers[0].batch_size * len(self.samplers)

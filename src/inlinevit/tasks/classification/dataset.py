@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from ...data.batch_plan import BatchPlan
 from ...data.images import decode_image, decompression_bomb_limit, describe_image_error
 from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
-from ...data.samplers import ShardedSampler, check_one_batch
+from ...data.samplers import ShardedSampler
 from .config import ImageDataConfig
 from .shards import ShardImages, ShardSource
 from .sources import ImageSource, take_subset
@@ -143,16 +143,12 @@ def make_train_loader(
     # Once more images than allowed were tried in vain, the run stops anyway.
     tries = config.max_unreadable + 1
     chosen = source if config.max_train_samples is None else take_subset(source, config.max_train_samples)
-    loader: TrainLoader
     if isinstance(chosen, ShardSource):
         stream = LabelledStream(chosen, transform, mode, num_targets, tries)
-        loader = StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
-    else:
-        images = LabelledImages(chosen, transform, mode, num_targets, tries)
-        sampler = ShardedSampler(len(images), plan, seed=seed, repeats=repeats)
-        loader = ShuffledLoader(images, sampler, collate=collate)
-    check_one_batch(len(loader), len(chosen), plan)
-    return loader
+        return StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
+    images = LabelledImages(chosen, transform, mode, num_targets, tries)
+    sampler = ShardedSampler(len(images), plan, seed=seed, repeats=repeats)
+    return ShuffledLoader(images, sampler, collate=collate)
 
 
 def make_eval_loader(

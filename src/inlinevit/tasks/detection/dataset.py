@@ -7,7 +7,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import ShuffledLoader, TrainLoader
-from ...data.samplers import GroupedSampler, ShardedSampler, check_one_batch
+from ...data.samplers import GroupedSampler, ShardedSampler
 from .coco import CocoSource
 from .config import DetectionAugmentConfig, DetectionDataConfig
 from .transforms import Sample, Transform, as_tensors, as_tv_tensors, paste_objects, training_transform
@@ -77,5 +77,4 @@ def make_train_loader(
         order = GroupedSampler(is_landscape, plan, seed=seed)
     else:
         order = ShardedSampler(len(source), plan, seed=seed)
-    check_one_batch(len(order), len(source), plan)
     return ShuffledLoader(samples, order, collate=collate)
