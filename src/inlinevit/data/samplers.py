@@ -45,9 +45,7 @@ class ShardedSampler:
 
     def __init__(self, length: int, plan: BatchPlan, *, seed: int, repeats: int = 1) -> None:
         self.length, self.plan, self.seed, self.repeats = length, plan, seed, repeats
-        self.batch_size = plan.batch_size
-        # Of the processes that the run was started with.
-        self.global_batch = plan.initial_batch_size * plan.initial_processes
+        self.batch_size, self.global_batch = plan.batch_size, plan.batch_size * plan.processes
 
     def __len__(self) -> int:
         return self.length // self.global_batch * self.global_batch // (self.batch_size * self.plan.processes)
@@ -78,6 +76,8 @@ class GroupedSampler(ShardedSampler):
     def __init__(self, groups: Sequence[int], plan: BatchPlan, *, seed: int) -> None:
         super().__init__(len(groups), plan, seed=seed)
         self.groups = torch.tensor(groups)
+        # Of the processes that the run was started with, so that each step keeps its samples when it is resumed.
+        self.global_batch = plan.initial_batch_size * plan.initial_processes
 
     def shuffle(self, epoch: int) -> tuple[Tensor, Tensor]:
         """See ShardedSampler.shuffle."""

@@ -351,7 +351,7 @@ def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, caps
         evaluate_command(run_folder, data, output=str(tmp_path / "file"))
     with pytest.raises(ValueError, match="img_size is 0"):
         evaluate_command(run_folder, data, img_size=0)
-    with pytest.raises(ValueError, match="crop_pct should be above 0"):
+    with pytest.raises(ValueError, match=r"crop_pct is 0\.0: it should be above 0"):
         evaluate_command(run_folder, data, crop_pct=0.0)
     with pytest.raises(FileNotFoundError, match="no folder at runs/nothing: name the folder of a training run"):
         evaluate_command("runs/nothing", data)
