@@ -138,7 +138,7 @@ def make_train_loader(
 ) -> TrainLoader:
     """Return the batches (images, labels, problems) of one process, in a reproducible order.
 
-    Args as for LabelledImages and ShardedSampler.
+    Arguments as for LabelledImages and ShardedSampler; the config says how many images to use.
     """
     # Once more images than allowed were tried in vain, the run stops anyway.
     tries = config.max_unreadable + 1

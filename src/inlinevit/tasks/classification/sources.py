@@ -97,7 +97,7 @@ class FolderSource:
 def _class_images(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the files in a folder that are named as images are, at any depth, each with the name of its folder."""
     extensions = image_extensions()
-    others = 0
+    entries_seen, has_images = 0, False
     # Links are followed, but a folder is not entered again from inside of itself.
     pending = [(str(folder), "", frozenset[tuple[int, int]]())]
     while pending:
@@ -113,10 +113,10 @@ def _class_images(folder: Path) -> Iterator[tuple[str, str]]:
                 if entry.is_dir() and not (is_image and name and not any(os.scandir(entry.path))):
                     pending.append((entry.path, entry.name, parents | {identity}))
                 elif is_image:
-                    others = -1
+                    has_images = True
                     yield entry.path, name
-                others += others >= 0
-                if others > MOST_OTHER_FILES:
+                entries_seen += 1
+                if not has_images and entries_seen > MOST_OTHER_FILES:
                     raise ValueError(
                         f"{folder} holds no image among its first {MOST_OTHER_FILES} files: name a folder that holds a "
                         "folder of images for each class"
@@ -284,13 +284,13 @@ def match_labels(source: ImageSource | ShardSource, classes: Sequence[str] | Non
     """
     if source.classes is None or classes is None:
         return None
-    unknown = [name for name in source.classes if name not in classes]
+    labels = {name: label for label, name in enumerate(classes)}
+    unknown = [name for name in source.classes if name not in labels]
     if unknown:
         raise ValueError(
             f"the images for evaluation have {len(unknown)} classes that training does not know, such as "
             f"{unknown[0]!r}: remove them, or name the right images with --data.eval_path"
         )
-    labels = {name: label for label, name in enumerate(classes)}
     return [labels[name] for name in source.classes]
 
 
