@@ -20,7 +20,7 @@ from torch import Tensor
 from inlinevit.data.batch_plan import BatchPlan
 from inlinevit.data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
 from inlinevit.data.samplers import GroupedSampler, ShardedSampler, shuffle_indices
-from inlinevit.data.streams import MapDataset, StreamReader, StreamSampler
+from inlinevit.data.streams import MapDataset, ReshardedStreamReader, ReshardedStreamSampler, StreamSampler
 from inlinevit.engine.checkpoints import Progress
 
 WORKERS = [0, 1, 2, 3]
@@ -66,8 +66,9 @@ def collate(samples: list[tuple[float, ...]]) -> Tensor:
 
 
 def shuffled(length: int = 50, batch_size: int = 4, workers: int = 0, **options: int) -> ShuffledLoader:
-    order = ShardedSampler(length, batch_size, seed=5, **options)
-    return ShuffledLoader(Numbers(list(range(length))), order, workers=workers, collate=collate)
+    repeats = options.pop("repeats", 1)
+    order = ShardedSampler(length, BatchPlan.initial(batch_size, workers=workers, **options), seed=5, repeats=repeats)
+    return ShuffledLoader(Numbers(list(range(length))), order, collate=collate)
 
 
 def streamed(
@@ -120,10 +121,10 @@ def test_workers_change_nothing_with_random_access() -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_total_batches_do_not_depend_on_the_number_of_processes(repeats: int) -> None:
+def test_global_batches_do_not_depend_on_the_number_of_processes(repeats: int) -> None:
     alone = every(shuffled(batch_size=6, repeats=repeats))
-    shares = [every(shuffled(batch_size=3, process=p, processes=2, repeats=repeats)) for p in range(2)]
-    together = [torch.cat(batches) for batches in zip(*shares, strict=True)]
+    parts = [every(shuffled(batch_size=3, process=p, processes=2, repeats=repeats)) for p in range(2)]
+    together = [torch.cat(batches) for batches in zip(*parts, strict=True)]
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
 
 
@@ -137,27 +138,26 @@ def test_total_batches_do_not_depend_on_the_number_of_processes(repeats: int) ->
 def test_groups_keep_to_themselves(groups: list[int], shape: tuple[int, int], seed: int, epoch: int) -> None:
     batch_size, processes = shape
     total = batch_size * processes
-    batches = list(GroupedSampler(groups, total, seed=seed).requests(epoch, 0))
-    assert len(batches) == len(ShardedSampler(len(groups), total, seed=seed)) == len(groups) // total
+    plan = BatchPlan.initial(total)
+    batches = list(GroupedSampler(groups, plan, seed=seed).requests(epoch, 0))
+    assert len(batches) == len(ShardedSampler(len(groups), plan, seed=seed)) == len(groups) // total
     initial = [index for batch in batches for index, _ in batch]
     assert len(set(initial)) == len(initial) == len(batches) * total
     assert set(initial) <= set(range(len(groups)))
     # Mixed are only those that no single group can fill; some of them may be of one group by chance.
     mixed = sum(len({groups[index] for index, _ in batch}) > 1 for batch in batches)
     assert mixed <= len(batches) - sum(groups.count(group) // total for group in set(groups))
-    # Whoever deals, and from wherever: the same.
-    orders = [
-        GroupedSampler(groups, batch_size, seed=seed, process=process, processes=processes)
-        for process in range(processes)
-    ]
-    shares = [list(order.requests(epoch, 0)) for order in orders]
-    assert [list(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)] == batches
-    assert [list(order.requests(epoch, 1)) for order in orders] == [share[1:] for share in shares]
+    # However many processes there are, and from wherever they start: the same.
+    plans = [BatchPlan.initial(batch_size, process=process, processes=processes) for process in range(processes)]
+    orders = [GroupedSampler(groups, plan, seed=seed) for plan in plans]
+    drawn = [list(order.requests(epoch, 0)) for order in orders]
+    assert [list(chain.from_iterable(parts)) for parts in zip(*drawn, strict=True)] == batches
+    assert [list(order.requests(epoch, 1)) for order in orders] == [requests[1:] for requests in drawn]
 
 
 def test_groups_are_shuffled_and_come_in_any_order() -> None:
     groups = [0] * 40 + [1] * 20
-    order = GroupedSampler(groups, 4, seed=1)
+    order = GroupedSampler(groups, BatchPlan.initial(4), seed=1)
     epochs = [[[index for index, _ in batch] for batch in order.requests(epoch, 0)] for epoch in range(3)]
     for batches in epochs:
         assert sorted(chain.from_iterable(batches)) == list(range(60))
@@ -170,7 +170,7 @@ def test_groups_are_shuffled_and_come_in_any_order() -> None:
 
 def test_what_fills_no_batch_is_not_always_of_the_same_group() -> None:
     # Of each, 3 are left: 4 of these make a mixed batch, 2 are left out.
-    order = GroupedSampler([0] * 7 + [1] * 7, 4, seed=1)
+    order = GroupedSampler([0] * 7 + [1] * 7, BatchPlan.initial(4), seed=1)
     left_out = set()
     for epoch in range(60):
         initial = {index for batch in order.requests(epoch, 0) for index, _ in batch}
@@ -179,7 +179,7 @@ def test_what_fills_no_batch_is_not_always_of_the_same_group() -> None:
 
 
 def test_samples_of_groups_have_seeds_of_their_own() -> None:
-    order = GroupedSampler([0, 1] * 10, 4, seed=1)
+    order = GroupedSampler([0, 1] * 10, BatchPlan.initial(4), seed=1)
     seeds = [seed for epoch in range(2) for batch in order.requests(epoch, 0) for _, seed in batch]
     assert len(set(seeds)) == len(seeds) == 40
 
@@ -198,21 +198,21 @@ def test_repeats_are_augmented_anew(make: type[TrainLoader]) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
 @pytest.mark.parametrize("workers", WORKERS)
-def test_streams_are_dealt_out_in_equal_shares(processes: int, workers: int) -> None:
+def test_streams_are_split_equally(processes: int, workers: int) -> None:
     # More processes and workers than parts, too: parts are cut.
-    options = {"batch_size": 2, "processes": processes, "workers": workers}
-    orders = [StreamSampler([7, 13, 30], seed=1, process=process, **options) for process in range(processes)]
-    shares = []
-    for order in orders:
-        reader = StreamReader(Parts([7, 13, 30]), order, collate)
-        shares.append(numbers([reader(request) for request in order.requests(2, 0)]))
-    assert {len(share) for share in shares} == {50 // (2 * processes) * 2}
-    initial = list(chain.from_iterable(shares))
+    drawn = []
+    for process in range(processes):
+        plan = BatchPlan.initial(2, process=process, processes=processes, workers=workers)
+        order = ReshardedStreamSampler([StreamSampler([7, 13, 30], plan, seed=1)], BatchPlan.initial(2))
+        reader = ReshardedStreamReader(Parts([7, 13, 30]), order, collate)
+        drawn.append(numbers([reader(request) for request in order.requests(2, 0)]))
+    assert {len(part) for part in drawn} == {50 // (2 * processes) * 2}
+    initial = list(chain.from_iterable(drawn))
     assert len(set(initial)) == len(initial)
 
 
 def test_a_stream_shuffles_parts_and_windows() -> None:
-    orders = {tuple(StreamSampler([1] * 20, 2, seed=1).parts(epoch)) for epoch in range(3)}
+    orders = {tuple(StreamSampler([1] * 20, BatchPlan.initial(2), seed=1).parts(epoch)) for epoch in range(3)}
     assert len(orders) == 3
     assert all(sorted(order) == list(range(20)) for order in orders)
     one_part = numbers(every(streamed([48], window=12)))
@@ -233,7 +233,8 @@ class LargeSamples:
 
 
 def test_workers_without_shared_memory_say_so() -> None:
-    data = ShuffledLoader(LargeSamples(), ShardedSampler(4, 2, seed=1), workers=1, collate=torch.stack)
+    order = ShardedSampler(4, BatchPlan.initial(2, workers=1), seed=1)
+    data = ShuffledLoader(LargeSamples(), order, collate=torch.stack)
     with pytest.raises(ValueError, match=r"no shared memory for a batch \(.*\): make /dev/shm larger, or use fewer"):
         every(data)
 
@@ -280,25 +281,16 @@ def plans_of(
 @pytest.mark.parametrize("initial", LAYOUTS[::2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["shuffled", "grouped", "streamed"])
-def test_steps_do_not_depend_on_how_they_are_dealt_out(
+def test_steps_do_not_depend_on_how_they_are_split(
     kind: str, layout: tuple[int, int, int], initial: tuple[int, int, int]
 ) -> None:
     def data(plan: BatchPlan) -> TrainLoader:
         if kind == "streamed":
             stream = Parts([7, 13, 1, 50, 0, 29])
             return StreamLoader(stream, plan, seed=5, repeats=1, collate=collate, window=24)
-        dealing = {"seed": 5, "process": plan.process, "processes": plan.processes}
-        order = (
-            ShardedSampler(100, plan.batch_size, **dealing)
-            if kind == "shuffled"
-            else GroupedSampler(
-                [number % 3 for number in range(100)],
-                plan.batch_size,
-                total_batch=plan.initial_batch_size * plan.initial_processes,
-                **dealing,
-            )
-        )
-        return ShuffledLoader(Numbers(list(range(100))), order, workers=0, collate=collate)
+        groups = [number % 3 for number in range(100)]
+        order = GroupedSampler(groups, plan, seed=5) if kind == "grouped" else ShardedSampler(100, plan, seed=5)
+        return ShuffledLoader(Numbers(list(range(100))), order, collate=collate)
 
     first = [data(plan) for plan in plans_of(initial, initial, 0, 2)]
     second = [data(plan) for plan in plans_of(layout, initial, 0, 2)]
@@ -320,15 +312,15 @@ def test_steps_of_a_stream_do_not_depend_on_the_workers(workers: int, initial_wo
     assert steps_of(data(workers), 1, start=2) == steps_of(data(initial_workers), 1, start=2)
 
 
-def test_batches_that_a_plan_cannot_deal_out() -> None:
+def test_batches_that_a_plan_cannot_split() -> None:
     progress = Progress(total_batch=12, processes=2, batch_size=6, workers=0)
     with pytest.raises(
         ValueError, match=r"12 samples in a step, which 5 processes with batches of up to 3 .* divides 12"
     ):
         BatchPlan.initial(3, processes=5).resumed(progress, 1)
-    with pytest.raises(ValueError, match=r"batches of up to 4 \(multiples of 2\) cannot share equally"):
+    with pytest.raises(ValueError, match=r"batches of up to 4 \(multiples of 2\) cannot split equally"):
         BatchPlan.initial(4, processes=4).resumed(progress, 2)
-    with pytest.raises(ValueError, match=r"0 samples in a step, which 1 processes .* cannot share equally"):
+    with pytest.raises(ValueError, match=r"0 samples in a step, which 1 processes .* cannot split equally"):
         BatchPlan.initial(4).resumed(Progress(total_batch=0), 1)
     with pytest.warns(UserWarning, match="on 3 processes, that is 2 batches of 2 each"):
         plan = BatchPlan.initial(3, processes=3).resumed(progress, 2)
@@ -337,11 +329,12 @@ def test_batches_that_a_plan_cannot_deal_out() -> None:
 
 def test_what_is_skipped_is_not_opened() -> None:
     stream = Parts([12, 12, 12, 12])
-    order = StreamSampler(stream.lengths, 4, seed=3, window=8)
-    reader = StreamReader(stream, order, collate)
+    part = StreamSampler(stream.lengths, BatchPlan.initial(4), seed=3, window=8)
+    order = ReshardedStreamSampler([part], BatchPlan.initial(4))
+    reader = ReshardedStreamReader(stream, order, collate)
     for request in order.requests(0, 8):
         reader(request)
-    assert stream.opened == order.parts(0)[2:]
+    assert stream.opened == part.parts(0)[2:]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

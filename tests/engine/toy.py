@@ -156,10 +156,8 @@ class ToyTask:
 
     def train_loader(self, plan: BatchPlan) -> ShuffledLoader:
         samples = ToySamples(self.config.samples, self.shape, augment=True)
-        order = ShardedSampler(
-            len(samples), plan.batch_size, seed=self.seed, process=plan.process, processes=plan.processes
-        )
-        return ShuffledLoader(samples, order, workers=plan.workers, collate=collate)
+        order = ShardedSampler(len(samples), plan, seed=self.seed)
+        return ShuffledLoader(samples, order, collate=collate)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         time.sleep(self.config.pause)

@@ -1,17 +1,19 @@
 import json
 import os
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from inlinevit.utils import atomic as files
 from inlinevit.utils.atomic import (
-    atomic_binary_writer,
     atomic_text_writer,
     atomic_write_bytes,
     atomic_write_json,
+    atomic_write_png,
     is_stream,
     json_list_writer,
 )
@@ -90,9 +92,8 @@ def write_text(path: Path, size: int) -> None:
         stream.write("x" * size)
 
 
-def write_binary(path: Path, size: int) -> None:
-    with atomic_binary_writer(path) as stream:
-        stream.write(b"x" * size)
+def write_png(path: Path, size: int) -> None:
+    atomic_write_png(path, Image.frombytes("L", (size, 1), random.Random(0).randbytes(size)))
 
 
 def write_list(path: Path, size: int) -> None:
@@ -100,7 +101,7 @@ def write_list(path: Path, size: int) -> None:
         write("x" * size)
 
 
-@pytest.mark.parametrize("write", [write_text, write_binary, write_list])
+@pytest.mark.parametrize("write", [write_text, write_png, write_list])
 @pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("size", [10_000, 1_000_000])
 def test_a_full_disk_leaves_what_was_there(

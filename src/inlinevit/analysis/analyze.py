@@ -37,7 +37,7 @@ from ..tasks.classification.predictor import (
     match_classes,
 )
 from ..tasks.classification.shards import ShardSource
-from ..tasks.classification.sources import ImageSource, SubsetSource, open_part, source_paths
+from ..tasks.classification.sources import ImageSource, open_source, source_paths, take_subset
 from ..tasks.classification.transforms import InputSpec, evaluation_transform, input_spec
 from ..utils.atomic import make_output_dir
 from ..utils.validation import check_fields, require
@@ -120,7 +120,7 @@ def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort,
     model, label = subject.model, subject.label
 
     def batches(count: int, what: str) -> Iterator[tuple[Tensor, Tensor]]:
-        return prepared_batches(subject, thinned(source, count), effort.batch_size, f"{label}: {what}", console)
+        return prepared_batches(subject, take_subset(source, count), effort.batch_size, f"{label}: {what}", console)
 
     confusion = measure_confusion(
         model,
@@ -150,11 +150,6 @@ def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort,
     if not found.no_masking:
         found.masking = measure_masking(model, batches(effort.images, "masking"), sides=sides)
     return found
-
-
-def thinned(source: ImageSource | ShardSource, count: int) -> ImageSource | ShardSource:
-    """Return an evenly spaced subset of the images."""
-    return source.thinned(count) if isinstance(source, ShardSource) else SubsetSource(source, count)
 
 
 def prepared_batches(
@@ -271,7 +266,7 @@ def analyze_command(
             find_classification_run(model)
     run = open_run(ClassificationConfig, models[0]) if has_config(models[0]) else None
     config = ClassificationDataOptions(path=data).applied_to(None if run is None else run.config.data, DataConfig())
-    source = open_part(config, training=False)
+    source = open_source(config, training=False)
     files, folders = source_paths(source)
     inputs = [*files, *([checkpoint] if checkpoint else [])]
     folder = check_output_folder(output, OUTPUTS, inputs=inputs, image_folders=folders)

@@ -1,7 +1,7 @@
 """How the samples of a training step are split over processes and accumulated batches."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -20,23 +20,16 @@ class BatchPlan:
 
     The order of the samples depends on the processes, batches and workers that the run was started with. When a run is
     resumed on others, with the same total batch, the samples of each step stay the same and are resharded.
-
-    Attributes:
-        process: The index of this process.
-        processes: Number of processes.
-        batch_size: Samples in a batch of one process.
-        grad_accum_steps: Batches of one process in a step.
-        workers: Data workers of one process.
-        initial_processes: Number of processes when the run was started.
-        initial_batch_size: Batch size when the run was started.
-        initial_workers: Data workers of one process when the run was started.
     """
 
+    # The index of this process.
     process: int
     processes: int
+    # Samples in a batch of one process, batches of one process in a step, data workers of one process.
     batch_size: int
     grad_accum_steps: int
     workers: int
+    # When the run was started.
     initial_processes: int
     initial_batch_size: int
     initial_workers: int
@@ -52,6 +45,12 @@ class BatchPlan:
     ) -> "BatchPlan":
         """Return the plan of a run that starts."""
         return cls(process, processes, batch_size, grad_accum_steps, workers, processes, batch_size, workers)
+
+    def initial_plans(self) -> list["BatchPlan"]:
+        """Return the plans of all processes that the run was started with, for one batch of each."""
+        sizes = {"processes": self.initial_processes, "workers": self.initial_workers}
+        processes = range(self.initial_processes)
+        return [BatchPlan.initial(self.initial_batch_size, process=process, **sizes) for process in processes]
 
     def resumed(self, start: InitialBatches, multiple: int) -> "BatchPlan":
         """Return the plan of a run that was started on other processes: the same samples in each step.
@@ -69,7 +68,7 @@ class BatchPlan:
             if left or not per_process or not sizes:
                 raise ValueError(
                     f"the run has {start.total_batch} samples in a step, which {self.processes} processes with "
-                    f"batches of up to {self.batch_size} (multiples of {multiple}) cannot share equally: use a number "
+                    f"batches of up to {self.batch_size} (multiples of {multiple}) cannot split equally: use a number "
                     f"of processes that divides {start.total_batch}, or another --data.batch_size"
                 )
             batch_size, grad_accum_steps = sizes[-1], per_process // sizes[-1]
@@ -78,13 +77,11 @@ class BatchPlan:
                 f"{grad_accum_steps} batches of {batch_size} each",
                 stacklevel=2,
             )
-        return BatchPlan(
-            self.process,
-            self.processes,
-            batch_size,
-            grad_accum_steps,
-            self.workers,
-            start.processes,
-            start.batch_size,
-            start.workers,
+        return replace(
+            self,
+            batch_size=batch_size,
+            grad_accum_steps=grad_accum_steps,
+            initial_processes=start.processes,
+            initial_batch_size=start.batch_size,
+            initial_workers=start.workers,
         )

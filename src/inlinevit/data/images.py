@@ -1,4 +1,4 @@
-"""Image files: which ones are meant, what they are called, and how they become images that a model can see."""
+"""Image files: which ones are meant, what they are called, and how they are opened and decoded."""
 
 import glob
 import os
@@ -14,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 from ..utils.files import NotRegularFileError, open_regular
 
@@ -22,24 +23,10 @@ from ..utils.files import NotRegularFileError, open_regular
 # software decodes (BUFR, GRIB, HDF5, FPX, MIC, MPEG), and those of documents, brushes and old systems. Multi-picture
 # JPEG files (MPO) are opened as JPEG.
 FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "TIFF",
-    "BMP",
-    "DIB",
-    "GIF",
-    "PPM",
-    "AVIF",
-    "JPEG2000",
-    "QOI",
-    "ICO",
-    "DDS",
-    "PCX",
-    "SGI",
-    "TGA",
-)
-# Bytes that tell a format.
+    "JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF", "PPM",
+    "AVIF", "JPEG2000", "QOI", "ICO", "DDS", "PCX", "SGI", "TGA",
+)  # fmt: skip
+# Bytes that identify a format.
 _PREFIX = 16
 
 # Images with fewer pixels on a side show nothing; longer strips would be blown up to billions of pixels.
@@ -48,7 +35,7 @@ LONGEST_TO_SHORTEST = 100
 
 
 def has_valid_size(size: tuple[int, int]) -> bool:
-    """Whether an image of so many pixels each way is neither too small nor too long to show anything."""
+    """Whether an image of this width and height is neither too small nor too elongated to show anything."""
     short, long = sorted(size)
     return short >= SMALLEST_SIDE and long <= LONGEST_TO_SHORTEST * short
 
@@ -58,9 +45,6 @@ def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile:
 
     All images that are not made by this library are opened here: no other program is started for them, and only regular
     files are read.
-
-    Args:
-        file: Its file, or its content as a stream.
 
     Raises:
         NotRegularFileError: It is a pipe, a device, a socket or a folder.
@@ -98,13 +82,13 @@ def _identify(stream: BinaryIO) -> ImageFile:
 
 
 def supported_formats() -> tuple[str, ...]:
-    """Those of FORMATS that the installed Pillow can read: it may be built without AVIF or JPEG 2000."""
+    """Return those of FORMATS that the installed Pillow can read: it may be built without AVIF or JPEG 2000."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _format_by_prefix(prefix: bytes) -> str | None:
-    """The format that the first bytes of a file tell, if Pillow knows it."""
+    """Return the format that the first bytes of a file indicate, if Pillow knows it."""
     for name, (_, accepts) in Image.OPEN.items():
         try:
             if accepts is not None and accepts(prefix) is True:
@@ -116,7 +100,7 @@ def _format_by_prefix(prefix: bytes) -> str | None:
 
 
 def decode_image(image: Image.Image, mode: str) -> Image.Image:
-    """An image decoded, turned as its EXIF data say, in the colours that a model wants.
+    """Decode an image, rotate it as its EXIF data say, and convert it to a mode.
 
     Raises:
         OSError: It cannot be decoded.
@@ -131,12 +115,12 @@ def decode_image(image: Image.Image, mode: str) -> Image.Image:
 
 
 def convert_mode(image: Image.Image, mode: str, *, stored: Image.Image | None = None) -> Image.Image:
-    """An image decoded, as it lies, in the colours that a model wants. docs/training.md has a table of all modes.
+    """Decode an image and convert it to a mode, without rotation. docs/training.md has a table of all modes.
 
     Args:
-        image: Any of Pillow's.
-        mode: Pillow's word for the colours: RGB, or L for grey.
-        stored: The image as it was opened, if `image` is a turned copy: what values mean depends on the file.
+        image: Any image of Pillow's.
+        mode: RGB, or L for grey.
+        stored: The image as it was opened, if `image` is a rotated copy: what values mean depends on the file.
 
     Raises:
         OSError: It cannot be decoded.
@@ -154,7 +138,7 @@ def convert_mode(image: Image.Image, mode: str, *, stored: Image.Image | None = 
 
 
 def _steps_of_a_byte(image: Image.Image) -> int:
-    """How many values of an integer image with more than 8 bits make one step of 8 bits."""
+    """Return how many values of an integer image with more than 8 bits make one step of 8 bits."""
     _refuse_inverted(image)
     # In these two formats Pillow's 32 bits hold 16: in PNG as older versions open it, in PGM always.
     if image.mode == "I" and image.format not in ("PNG", "PPM"):
@@ -162,11 +146,11 @@ def _steps_of_a_byte(image: Image.Image) -> int:
             "its pixels are integers of 32 bits or with a sign, which do not tell what is white: save it with 8 or 16 "
             "bits without a sign"
         )
-    return 16 if _tiff_tag(image, "BitsPerSample") == (12,) else 256
+    return 16 if _tiff_tag(image, BITSPERSAMPLE) == (12,) else 256
 
 
 def _from_floats(image: Image.Image, stored: Image.Image) -> Image.Image:
-    """An image of floating-point numbers from 0 (black) to 1 (white), in 8 bits."""
+    """Convert an image of floating-point numbers from 0 (black) to 1 (white) to 8 bits."""
     _refuse_inverted(stored)
     values = np.asarray(image)
     # NaN fails both comparisons.
@@ -179,24 +163,19 @@ def _from_floats(image: Image.Image, stored: Image.Image) -> Image.Image:
 
 
 def _refuse_inverted(image: Image.Image) -> None:
-    """Refuse TIFF files in which 0 is white: Pillow turns them around with 8 bits, but not with more."""
-    if _tiff_tag(image, "PhotometricInterpretation") == 0:
+    """Refuse TIFF files in which 0 is white: Pillow inverts them with 8 bits, but not with more."""
+    if _tiff_tag(image, PHOTOMETRIC_INTERPRETATION) == 0:
         raise ValueError("0 is white in it, which is supported for 8 bits only: save it with 0 for black")
 
 
-def _tiff_tag(image: Image.Image, name: str) -> object:
-    """A tag of a TIFF file; None if it does not have it, or for another format."""
-    numbers = {"BitsPerSample": 258, "PhotometricInterpretation": 262}
-    return getattr(image, "tag_v2", {}).get(numbers[name])
+def _tiff_tag(image: Image.Image, tag: int) -> object:
+    """Return a tag of a TIFF file; None if it does not have it, or for another format."""
+    return getattr(image, "tag_v2", {}).get(tag)
 
 
 @contextmanager
 def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
-    """Raise an error where Pillow only warns of a decompression bomb.
-
-    Args:
-        most_pixels: The limit; None = Pillow's.
-    """
+    """Raise an error where Pillow only warns of a decompression bomb; None = Pillow's limit."""
     before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -208,12 +187,7 @@ def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
 
 
 def describe_image_error(name: str, error: Exception) -> str:
-    """What to say of an image that cannot be used.
-
-    Args:
-        name: What it is called.
-        error: What came of the attempt; a broken file can make Pillow raise anything.
-    """
+    """Describe why an image cannot be used; a broken file can make Pillow raise any error."""
     reason = str(error)
     if isinstance(error, UnidentifiedImageError):
         reason = "it is not an image"
@@ -223,11 +197,7 @@ def describe_image_error(name: str, error: Exception) -> str:
 
 
 class ImageFiles:
-    """Images in files that a user has named.
-
-    Args:
-        arguments: Files, folders, or glob patterns.
-    """
+    """Images in files that a user has named, as files, folders or glob patterns."""
 
     def __init__(self, arguments: Iterable[str]) -> None:
         self.files = list(find_images(arguments).items())
@@ -236,21 +206,21 @@ class ImageFiles:
         return len(self.files)
 
     def open(self, index: int) -> ImageFile:
-        """An image, not yet decoded; any error means that it cannot be used."""
+        """Open an image without decoding it; any error means that it cannot be used."""
         path, problem = self.files[index]
         if problem:
             raise ValueError(problem)
         return open_image(path)
 
     def name(self, index: int) -> str:
-        """What an image is called in messages and results."""
+        """Return the name of an image in messages and results."""
         return display_name(self.files[index][0])
 
 
 def find_images(arguments: Iterable[str]) -> dict[str, str]:
-    """The files that are meant by names, folders and glob patterns, each once.
+    """Find the files that are meant by names, folders and glob patterns, each once.
 
-    Of a folder, the files at any depth whose endings are those of images are taken, in the order of their names.
+    Of a folder, the files at any depth whose extensions are those of images are taken, in the order of their names.
 
     Returns:
         Paths, each with what is wrong with it ("" = nothing so far).
@@ -267,64 +237,50 @@ def find_images(arguments: Iterable[str]) -> dict[str, str]:
 
 
 def _expand(argument: str) -> Iterator[tuple[str, str]]:
-    """The files that one argument means, each with what is wrong with it."""
-    if os.path.isdir(argument):
-        yield from _images_in(argument)
-    elif os.path.exists(argument) or not glob.has_magic(argument):
-        yield argument, _what_is_wrong(argument)
-    else:
-        matches = sorted(glob.glob(argument, recursive=True))
-        if not matches:
-            yield argument, "nothing matches this pattern"
-        for match in matches:
-            if os.path.isdir(match):
-                yield from _images_in(match)
-            else:
-                yield match, _what_is_wrong(match)
+    """Yield the files that one argument means, each with what is wrong with it."""
+    is_pattern = glob.has_magic(argument) and not os.path.exists(argument)
+    matches = sorted(glob.glob(argument, recursive=True)) if is_pattern else [argument]
+    if not matches:
+        yield argument, "nothing matches this pattern"
+    for match in matches:
+        files = _images_in(match) if os.path.isdir(match) else [match]
+        if not files:
+            yield match, "the folder holds no images"
+        for file in files:
+            # Reading from a pipe or a device could last forever.
+            problem = "it is not a regular file" if os.path.exists(file) else "there is no such file or folder"
+            yield file, "" if os.path.isfile(file) else problem
 
 
-def _what_is_wrong(path: str) -> str:
-    """Why a path should not be opened; "" if it can be."""
-    if os.path.isfile(path):
-        return ""
-    # Reading from a pipe or a device could last for ever.
-    return "it is not a regular file" if os.path.exists(path) else "there is no such file or folder"
-
-
-def _images_in(folder: str) -> Iterator[tuple[str, str]]:
-    endings = image_extensions()
-    files = sorted(
-        str(file) for file in Path(folder).rglob("*") if file.suffix.lower() in endings and not file.is_dir()
-    )
-    if not files:
-        yield folder, "the folder holds no images"
-    for file in files:
-        yield file, _what_is_wrong(file)
+def _images_in(folder: str) -> list[str]:
+    extensions = image_extensions()
+    files = (file for file in Path(folder).rglob("*") if file.suffix.lower() in extensions)
+    return sorted(str(file) for file in files if not file.is_dir())
 
 
 def image_extensions() -> frozenset[str]:
-    """The endings of the files that are taken for images in folders and archives: those of FORMATS, in lower case."""
+    """Return the extensions of image files in folders and archives: those of FORMATS, in lower case."""
     supported = supported_formats()
-    endings = {ending for ending, name in Image.registered_extensions().items() if name in supported}
+    extensions = {extension for extension, name in Image.registered_extensions().items() if name in supported}
     # Pillow has multi-picture files under a name of their own.
-    return frozenset(endings | {".mpo"})
+    return frozenset(extensions | {".mpo"})
 
 
 def display_name(path: str) -> str:
-    """The name of a file as text: bytes that are none must not stop the output."""
+    """Return the name of a file as text: bytes that are not valid text must not stop the output."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def unique_names(files: ImageFiles, folder: Path, endings: Sequence[str] = (".png",)) -> list[str]:
-    """A name for the drawings of each image: names that clash get numbers, and no image is written over.
+    """Return a name for the drawings of each image: names that clash get numbers, and no image is overwritten.
 
     Args:
         files: The images.
         folder: Where the drawings go.
-        endings: What is put behind the name for each of the drawings.
+        endings: What is appended to the name for each of the drawings.
     """
     home = Path(os.path.realpath(folder))
-    # There are disks that take A.png for a.png.
+    # Some file systems do not distinguish A.png from a.png.
     taken = {os.path.realpath(path).casefold() for path, _ in files.files}
     uses: Counter[str] = Counter()
     chosen = []
@@ -341,5 +297,5 @@ def unique_names(files: ImageFiles, folder: Path, endings: Sequence[str] = (".pn
 
 
 def printable(text: str) -> str:
-    """A name or a message without what could break a line or steer a terminal."""
+    """Replace the characters of a text that could break a line or control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.synchronize import Event
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..utils.seeding import preserve_rng_state
+from ..utils.validation import require
 from .batch_plan import BatchPlan
 from .samplers import SeededIndex, ShardedSampler
 from .streams import (
@@ -31,23 +32,9 @@ from .streams import (
     ReshardedStreamReader,
     ReshardedStreamSampler,
     Stream,
-    StreamReader,
     StreamSampler,
     load_samples,
 )
-
-
-class TrainLoader(Protocol):
-    """Training data, as the training loop reads them."""
-
-    # Samples in a batch of one process.
-    batch_size: int
-
-    def __len__(self) -> int:
-        """Number of batches of an epoch for this process, the same for every process."""
-
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Yield the batches of an epoch for this process, without the first `start`; ends earlier iterations."""
 
 
 @dataclass
@@ -166,93 +153,61 @@ def _outlive_signals(main_is_ending: Event, worker: int) -> None:
     signal.signal(signal.SIGTERM, end_with_main)
 
 
-@dataclass(frozen=True)
-class IndexReader:
-    """Reads a batch of samples by their indices, each augmented with its seed."""
-
-    dataset: MapDataset
-    collate: Collate
-
-    def __call__(self, indices: list[SeededIndex]) -> Any:
-        """Return the batch of these samples."""
-        return self.collate(load_samples(self.dataset, indices))
-
-
-class ShuffledLoader:
-    """Training data with random access.
+class TrainLoader:
+    """Training data of one process, as the training loop reads them.
 
     Args:
-        dataset: The data set.
-        sampler: The samples of each batch.
-        workers: Data workers; 0 = read in this process.
-        collate: From samples to a batch.
+        sampler: Decides what each batch has; it is refused if there is none.
+        read: From a request of the sampler to a batch.
     """
 
-    def __init__(self, dataset: MapDataset, sampler: ShardedSampler, *, workers: int, collate: Collate) -> None:
-        self.batch_size = sampler.batch_size
-        self.sampler = sampler
-        self.loader = BatchLoader(IndexReader(dataset, collate), workers=workers, keep_workers=True)
+    def __init__(self, sampler: ShardedSampler | ReshardedStreamSampler, read: Callable[[Any], Any]) -> None:
+        plan = sampler.plan
+        require(
+            len(sampler) > 0,
+            f"{sampler.length} images for training are fewer than a batch of {plan.batch_size} for each of "
+            f"{plan.processes} processes: choose a smaller --data.batch_size",
+        )
+        self.sampler, self.batch_size = sampler, plan.batch_size
+        self.loader = BatchLoader(read, workers=plan.workers, keep_workers=True)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """See TrainLoader.batches."""
+        """Yield the batches of an epoch, without the first `start`; ends earlier iterations."""
         return self.loader.load(self.sampler.requests(epoch, start))
 
 
-class StreamLoader:
+class ShuffledLoader(TrainLoader):
+    """Training data with random access; `collate` makes a batch of samples."""
+
+    def __init__(self, dataset: MapDataset, sampler: ShardedSampler, *, collate: Collate) -> None:
+        super().__init__(sampler, partial(_load_batch, dataset, collate))
+
+
+def _load_batch(dataset: MapDataset, collate: Collate, indices: list[SeededIndex]) -> Any:
+    return collate(load_samples(dataset, indices))
+
+
+class StreamLoader(TrainLoader):
     """Training data that are read sequentially.
 
     Args:
         stream: The data.
         plan: How the samples of a step are split over processes.
-        seed: The run's seed.
-        repeats: See StreamSampler.
         collate: From samples to a batch.
-        window: See StreamSampler.
+        options: See StreamSampler: seed, repeats, window.
     """
 
-    def __init__(
-        self, stream: Stream, plan: BatchPlan, *, seed: int, repeats: int, collate: Collate, window: int = 2048
-    ) -> None:
-        self.batch_size = plan.batch_size
-        samplers = [
-            StreamSampler(
-                stream.lengths,
-                plan.initial_batch_size,
-                seed=seed,
-                process=process,
-                processes=plan.initial_processes,
-                workers=plan.initial_workers,
-                repeats=repeats,
-                window=window,
-            )
-            for process in range(plan.initial_processes)
-        ]
-        self.sampler = ReshardedStreamSampler(samplers, plan.batch_size, process=plan.process, processes=plan.processes)
-        reader = ReshardedStreamReader(stream, self.sampler, collate)
-        self.loader = BatchLoader(reader, workers=plan.workers, keep_workers=True)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """See TrainLoader.batches."""
-        return self.loader.load(self.sampler.requests(epoch, start))
+    def __init__(self, stream: Stream, plan: BatchPlan, *, collate: Collate, **options: int) -> None:
+        samplers = [StreamSampler(stream.lengths, initial, **options) for initial in plan.initial_plans()]
+        sampler = ReshardedStreamSampler(samplers, plan)
+        super().__init__(sampler, ReshardedStreamReader(stream, sampler, collate))
 
 
 class EvalLoader:
-    """Reads every sample once, over all processes; they may have different numbers of batches, and smaller last ones.
-
-    Args:
-        dataset: The data set, or a stream.
-        batch_size: Samples in a batch.
-        workers: Data workers; 0 = read in this process.
-        collate: From samples to a batch.
-        process: The index of this process.
-        processes: Number of processes.
-    """
+    """Reads every sample once, over all processes; their numbers of batches may differ, and last batches be smaller."""
 
     def __init__(
         self,
@@ -267,20 +222,14 @@ class EvalLoader:
         self.requests: list[Any]
         read: Callable[[Any], Any]
         if isinstance(dataset, Stream):
-            sampler = StreamSampler(
-                dataset.lengths,
-                batch_size,
-                seed=None,
-                process=process,
-                processes=processes,
-                workers=workers,
-                window=batch_size,
-            )
-            self.requests, read = list(sampler.requests(0, 0)), StreamReader(dataset, sampler, collate)
+            plan = BatchPlan.initial(batch_size, process=process, processes=processes, workers=workers)
+            part = StreamSampler(dataset.lengths, plan, seed=None, window=batch_size)
+            sampler = ReshardedStreamSampler([part], BatchPlan.initial(batch_size))
+            self.requests, read = list(sampler.requests(0, 0)), ReshardedStreamReader(dataset, sampler, collate)
         else:
             indices = [(index, 0) for index in range(process, len(dataset), processes)]
             self.requests = [indices[first : first + batch_size] for first in range(0, len(indices), batch_size)]
-            read = IndexReader(dataset, collate)
+            read = partial(_load_batch, dataset, collate)
         self.loader = BatchLoader(read, workers=workers, keep_workers=False)
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..utils.seeding import SEEDS, derive_seed
+from .batch_plan import BatchPlan
 
 # The index of a sample, and the seed that it is augmented with.
 SeededIndex = tuple[int, int]
@@ -28,112 +29,60 @@ def shuffle_indices(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor
     return indices, torch.randint(SEEDS, (count,), generator=generator)
 
 
-def check_one_batch(batches: int, samples: int, batch_size: int, processes: int) -> None:
-    """Refuse training data that do not fill a single batch.
-
-    Args:
-        batches: Batches of an epoch.
-        samples: Number of samples.
-        batch_size: Samples in a batch of one process.
-        processes: Number of processes.
-    """
-    if batches == 0:
-        raise ValueError(
-            f"{samples} images for training are fewer than a batch of {batch_size} for each of {processes} "
-            "processes: choose a smaller --data.batch_size"
-        )
-
-
 class ShardedSampler:
     """Splits the shuffled samples of an epoch over the processes, with a seed for each sample.
 
-    All processes shuffle alike and take their part of each total batch, so its samples do not depend on the number of
-    processes. The last samples of an epoch that do not fill a total batch are left out.
+    All processes shuffle alike and take their part of each global batch (one batch of every process), so its samples
+    do not depend on the number of processes. The last samples of an epoch that do not fill a global batch are left out.
 
     Args:
         length: Samples of the data set.
-        batch_size: Samples in a batch of one process.
+        plan: Batches and processes.
         seed: The run's seed.
-        process: The index of this process.
-        processes: Number of processes.
         repeats: How often a sample comes in succession, each time with another seed; an epoch has as many samples as
             without.
-        total_batch: Samples of a step, over all processes; None = those of one batch of each process.
     """
 
-    def __init__(
-        self,
-        length: int,
-        batch_size: int,
-        *,
-        seed: int,
-        process: int = 0,
-        processes: int = 1,
-        repeats: int = 1,
-        total_batch: int | None = None,
-    ) -> None:
-        self.length, self.batch_size, self.seed = length, batch_size, seed
-        self.process, self.processes, self.repeats = process, processes, repeats
-        self.total_batch = batch_size * processes if total_batch is None else total_batch
+    def __init__(self, length: int, plan: BatchPlan, *, seed: int, repeats: int = 1) -> None:
+        self.length, self.plan, self.seed, self.repeats = length, plan, seed, repeats
+        self.batch_size, self.global_batch = plan.batch_size, plan.batch_size * plan.processes
 
     def __len__(self) -> int:
-        return self.length // self.total_batch * self.total_batch // (self.batch_size * self.processes)
+        return self.length // self.global_batch * self.global_batch // (self.batch_size * self.plan.processes)
 
     def shuffle(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of all processes for an epoch, one total batch after another, and their seeds."""
+        """Return the indices of all processes for an epoch, one global batch after another, and their seeds."""
         return shuffle_indices(self.length, self.repeats, derive_seed(self.seed, epoch))
 
     def requests(self, epoch: int, start: int) -> Iterator[list[SeededIndex]]:
         """Yield the indices and seeds of each batch of an epoch, without the first `start` batches."""
         indices, seeds = self.shuffle(epoch)
         for batch in range(start, len(self)):
-            first = (batch * self.processes + self.process) * self.batch_size
+            first = (batch * self.plan.processes + self.plan.process) * self.batch_size
             chosen = slice(first, first + self.batch_size)
             yield list(zip(indices[chosen].tolist(), seeds[chosen].tolist(), strict=True))
 
 
 class GroupedSampler(ShardedSampler):
-    """A ShardedSampler whose total batches have samples of one group each, such as landscape or portrait images.
+    """A ShardedSampler whose global batches have samples of one group each, such as landscape or portrait images.
 
-    What remains of the groups, less than a total batch of each, makes mixed batches, so there are as many batches as
+    What remains of the groups, less than a global batch of each, makes mixed batches, so there are as many batches as
     without groups. Pure and mixed batches are shuffled.
 
     Args:
-        groups: The group of each sample, by its index.
-        batch_size: Samples in a batch of one process.
-        seed: The run's seed.
-        process: The index of this process.
-        processes: Number of processes.
-        repeats: As for ShardedSampler.
-        total_batch: As for ShardedSampler.
+        groups: The group of each sample, by its index; further arguments as for ShardedSampler.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[int],
-        batch_size: int,
-        *,
-        seed: int,
-        process: int = 0,
-        processes: int = 1,
-        repeats: int = 1,
-        total_batch: int | None = None,
-    ) -> None:
-        super().__init__(
-            len(groups),
-            batch_size,
-            seed=seed,
-            process=process,
-            processes=processes,
-            repeats=repeats,
-            total_batch=total_batch,
-        )
+    def __init__(self, groups: Sequence[int], plan: BatchPlan, *, seed: int) -> None:
+        super().__init__(len(groups), plan, seed=seed)
         self.groups = torch.tensor(groups)
+        # Of the processes that the run was started with, so that each step keeps its samples when it is resumed.
+        self.global_batch = plan.initial_batch_size * plan.initial_processes
 
     def shuffle(self, epoch: int) -> tuple[Tensor, Tensor]:
         """See ShardedSampler.shuffle."""
         indices, seeds = super().shuffle(epoch)
-        total = self.total_batch
+        total = self.global_batch
         groups = self.groups[indices]
         pure, remaining = [], []
         for group in self.groups.unique():

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..utils.seeding import derive_seed, set_cpu_seed
+from .batch_plan import BatchPlan
 from .samplers import SeededIndex, shuffle_indices
 
 Collate = Callable[[list[Any]], Any]
@@ -67,46 +68,28 @@ class StreamSampler:
 
     Args:
         lengths: Number of samples of each part.
-        batch_size: Samples in a batch of one process.
+        plan: Batches, processes and workers.
         seed: The run's seed; None = no shuffling, and the last batch may be smaller: every sample comes once.
-        process: The index of this process.
-        processes: Number of processes.
-        workers: Data workers of each process.
         repeats: As for ShardedSampler.
         window: Samples that are shuffled together.
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        batch_size: int,
-        *,
-        seed: int | None,
-        process: int = 0,
-        processes: int = 1,
-        workers: int = 1,
-        repeats: int = 1,
-        window: int = 2048,
+        self, lengths: Sequence[int], plan: BatchPlan, *, seed: int | None, repeats: int = 1, window: int = 2048
     ) -> None:
-        self.lengths, self.batch_size, self.seed, self.repeats = lengths, batch_size, seed, repeats
-        self.ranges = max(1, workers)
-        self.window_batches = max(1, window // batch_size)
+        self.lengths, self.batch_size, self.seed, self.repeats = lengths, plan.batch_size, seed, repeats
+        # Workers are asked one after another, so each gets the batches of one range.
+        self.ranges = max(1, plan.workers)
+        self.window_batches = max(1, window // plan.batch_size)
         total = sum(lengths)
         if seed is None:
-            self.first, self.end = total * process // processes, total * (process + 1) // processes
+            self.first, self.end = (total * number // plan.processes for number in (plan.process, plan.process + 1))
         else:
-            per_process = total // (batch_size * processes) * batch_size
-            self.first, self.end = per_process * process, per_process * (process + 1)
+            per_process = total // (plan.batch_size * plan.processes) * plan.batch_size
+            self.first, self.end = per_process * plan.process, per_process * (plan.process + 1)
 
     def __len__(self) -> int:
         return -((self.first - self.end) // self.batch_size)
-
-    def requests(self, epoch: int, start: int) -> Iterator[StreamRequest]:
-        """Return the batches of an epoch, without the first `start`.
-
-        Workers are asked one after another, so each gets the batches of one range.
-        """
-        return ((epoch, batch) for batch in range(start, len(self)))
 
     def parts(self, epoch: int) -> list[int]:
         """Return the parts in the order of an epoch."""
@@ -134,24 +117,14 @@ class StreamSampler:
 
 
 class StreamReader:
-    """Reads the batches of a stream. It continues where it is, if it can, and opens the stream again if it cannot.
+    """Reads the samples of a range. It continues where it is, if it can, and opens the stream again if it cannot."""
 
-    Args:
-        stream: The stream.
-        sampler: The samples of each batch.
-        collate: From samples to a batch.
-    """
-
-    def __init__(self, stream: Stream, sampler: StreamSampler, collate: Collate) -> None:
-        self.stream, self.sampler, self.collate = stream, sampler, collate
+    def __init__(self, stream: Stream, sampler: StreamSampler) -> None:
+        self.stream, self.sampler = stream, sampler
         self.sequence: Iterator[Any] = iter(())
         # The next sample of the sequence: its epoch and number.
         self.next_sample: tuple[int, int] | None = None
         self.window: Window | None = None
-
-    def __call__(self, request: StreamRequest) -> Any:
-        """Return the batch of this request."""
-        return self.collate(self.load(request, 0, self.sampler.batch_size))
 
     def load(self, request: StreamRequest, start: int, stop: int) -> list[Any]:
         """Return the samples of a batch from `start` to `stop`."""
@@ -183,17 +156,10 @@ class StreamReader:
             first = max(0, first - length)
 
 
-@dataclass(frozen=True)
-class StreamPiece:
-    """Some samples of a batch of a stream.
+class StreamPiece(NamedTuple):
+    """The samples from `start` to `stop` of a batch of a stream."""
 
-    Attributes:
-        process: The process that had the batch when the run was started.
-        request: The batch.
-        start: Its first sample.
-        stop: The end of its samples.
-    """
-
+    # That had the batch when the run was started.
     process: int
     request: StreamRequest
     start: int
@@ -201,26 +167,25 @@ class StreamPiece:
 
 
 class ReshardedStreamSampler:
-    """Splits the batches of a stream that were sampled for some processes over others.
+    """Splits the batches of a stream that were sampled for some processes over others, or over the same ones.
 
     Args:
         samplers: The sampler of each process that the run was started with.
-        batch_size: Samples in a batch of one process.
-        process: The index of this process.
-        processes: Number of processes.
+        plan: Batches and processes.
     """
 
-    def __init__(self, samplers: Sequence[StreamSampler], batch_size: int, *, process: int, processes: int) -> None:
-        self.samplers, self.batch_size, self.process, self.processes = samplers, batch_size, process, processes
+    def __init__(self, samplers: Sequence[StreamSampler], plan: BatchPlan) -> None:
+        self.samplers, self.plan, self.batch_size = samplers, plan, plan.batch_size
+        self.length = sum(samplers[0].lengths)
 
     def __len__(self) -> int:
         samples = len(self.samplers[0]) * self.samplers[0].batch_size * len(self.samplers)
-        return samples // (self.batch_size * self.processes)
+        return samples // (self.batch_size * self.plan.processes)
 
     def requests(self, epoch: int, start: int) -> Iterator[list[StreamPiece]]:
         """Yield the pieces of each batch of an epoch, without the first `start` batches."""
         for batch in range(start, len(self)):
-            first = (batch * self.processes + self.process) * self.batch_size
+            first = (batch * self.plan.processes + self.plan.process) * self.batch_size
             yield list(self.pieces(epoch, first, first + self.batch_size))
 
     def pieces(self, epoch: int, first: int, end: int) -> Iterator[StreamPiece]:
@@ -235,13 +200,7 @@ class ReshardedStreamSampler:
 
 
 class ReshardedStreamReader:
-    """Reads the batches of a stream that was sampled for other processes.
-
-    Args:
-        stream: The stream.
-        sampler: The samples of each batch.
-        collate: From samples to a batch.
-    """
+    """Reads the batches of a ReshardedStreamSampler; `collate` makes a batch of samples."""
 
     def __init__(self, stream: Stream, sampler: ReshardedStreamSampler, collate: Collate) -> None:
         self.stream, self.sampler, self.collate = stream, sampler, collate
@@ -250,13 +209,11 @@ class ReshardedStreamReader:
 
     def __call__(self, pieces: list[StreamPiece]) -> Any:
         """Return the batch of these pieces."""
-        return self.collate([sample for piece in pieces for sample in self.load(piece)])
-
-    def load(self, piece: StreamPiece) -> list[Any]:
-        """Return the samples of a piece."""
-        sampler = self.sampler.samplers[piece.process]
-        key = piece.process, piece.request[1] % sampler.ranges
-        reader = self.readers.get(key)
-        if reader is None:
-            reader = self.readers[key] = StreamReader(self.stream, sampler, self.collate)
-        return reader.load(piece.request, piece.start, piece.stop)
+        samples = []
+        for process, request, start, stop in pieces:
+            sampler = self.sampler.samplers[process]
+            key = process, request[1] % sampler.ranges
+            if key not in self.readers:
+                self.readers[key] = StreamReader(self.stream, sampler)
+            samples += self.readers[key].load(request, start, stop)
+        return self.collate(samples)

@@ -322,6 +322,25 @@ def _heads(name: str) -> list[str]:
     return [] if not heads else [heads] if isinstance(heads, str) else list(heads)
 
 
+@torch.no_grad()
+def check_input_size(model: nn.Module, shape: tuple[int, int, int], problem: str, remedy: str) -> None:
+    """Refuse a model of timm's that does not support images of a shape: some only fail in their first forward pass.
+
+    Args:
+        model: The model.
+        shape: Channels, height and width.
+        problem: What is wrong, if it fails.
+        remedy: What to do instead.
+    """
+    was_training = model.training
+    try:
+        model.eval()(torch.zeros(1, *shape, device=next(model.parameters()).device))
+    except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{problem} ({' '.join(str(error).split())[:200]}): {remedy}") from error
+    finally:
+        model.train(was_training)
+
+
 def parse_model(text: str) -> tuple[str, dict[str, Any]]:
     """Parse NAME:OPTION=VALUE,… into a name that timm knows and options; values may be lists, as in [8,4,2,1]."""
     name, _, words = text.partition(":")

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from ..engine.runs import Run
 from ..models import load_checkpoint
 from ..models._weight_files import read_state_dict, require_finite
 from ..models.factory import (
+    check_input_size,
     check_model_name,
     classes_of_weights,
     create_from_weights,
@@ -123,24 +123,10 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
         f"{', '.join(map(str, STRIDES))}: choose a hierarchical backbone, such as inline_pvt_tiny",
     )
     if not is_ours(config.backbone):
-        require_any_size(body, config.backbone)
+        # Some of timm's want sizes that their windows divide.
+        problem, remedy = "does not take images of any size", "choose another backbone, such as inline_pvt_tiny"
+        check_input_size(body, (3, *PROBE_SIZE), f"{config.backbone} {problem}", remedy)
     return body
-
-
-@torch.no_grad()
-def require_any_size(body: nn.Module, name: str) -> None:
-    """Refuse a backbone that takes images of some sizes only; some of timm's want sizes that their windows divide."""
-    image = torch.zeros(1, 3, *PROBE_SIZE, device=next(body.parameters()).device)
-    was_training = body.training
-    try:
-        body.eval()(image)
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} does not take images of any size ({' '.join(str(error).split())[:200]}): choose another backbone, "
-            "such as inline_pvt_tiny"
-        ) from error
-    finally:
-        body.train(was_training)
 
 
 def checkpoint_backbone(body: nn.Module, enable: bool) -> None:

@@ -1,5 +1,6 @@
 """Config that detection and segmentation share; without torch, so that `--help` answers at once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ class BackboneConfig:
             "model.pretrained and model.checkpoint both name initial weights: choose one of them",
         )
 
-    def most(self) -> dict[str, float]:
+    def most(self) -> Mapping[str, float | Range]:
         """The largest values of the fields that a task adds, by name."""
         return {}
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TextIO, cast
+from typing import Any, TextIO
 
 from PIL import Image
 
@@ -61,7 +61,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     On an error, the file stays as it was, and nothing is left beside it. A symbolic link is replaced itself: the file
     that it points to is not changed.
     """
-    aside = path.with_name(_unfinished_name(path.name))
+    length = LONGEST_NAME - len(f".{UNFINISHED}")
+    aside = path.with_name(f".{os.fsdecode(os.fsencode(path.name)[:length])}{UNFINISHED}")
     with disk_full_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whatever exists there is removed, not written to; links are not followed.
@@ -71,12 +72,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
-
-
-def _unfinished_name(name: str) -> str:
-    """Return the name of a file while it is being written."""
-    length = LONGEST_NAME - len(f".{UNFINISHED}")
-    return f".{os.fsdecode(os.fsencode(name)[:length])}{UNFINISHED}"
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
@@ -107,21 +102,6 @@ def _descriptor(path: Path) -> int | None:
 
 
 @contextmanager
-def _replacing(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
-    """Yield a stream for new content, opened with a mode and options of `open`; see atomic_text_writer."""
-    if not is_stream(path):
-        with atomic_path(path) as aside, open(aside, mode, **options) as stream:
-            yield stream
-        return
-    descriptor = _descriptor(path)
-    if descriptor is not None:
-        # Opened by its name, a stream to a file would start at the beginning of that file.
-        sys.stdout.flush()
-    with disk_full_errors(path), open(path if descriptor is None else os.dup(descriptor), mode, **options) as stream:
-        yield stream
-
-
-@contextmanager
 def atomic_text_writer(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
     """Yield a stream for the new text of a file, in UTF-8, which replaces the file at the end.
 
@@ -131,21 +111,23 @@ def atomic_text_writer(path: Path, *, newline: str | None = None) -> Iterator[Te
         path: The file.
         newline: As for `open`; "" for csv, which writes its own line endings.
     """
-    with _replacing(path, "w", encoding="utf-8", newline=newline) as stream:
-        yield cast(TextIO, stream)
-
-
-@contextmanager
-def atomic_binary_writer(path: Path) -> Iterator[BinaryIO]:
-    """As atomic_text_writer, for bytes."""
-    with _replacing(path, "wb") as stream:
-        yield cast(BinaryIO, stream)
+    if not is_stream(path):
+        with atomic_path(path) as aside, open(aside, "w", encoding="utf-8", newline=newline) as stream:
+            yield stream
+        return
+    target: Path | int = path
+    if (descriptor := _descriptor(path)) is not None:
+        # Opened by its name, a stream to a file would start at the beginning of that file.
+        sys.stdout.flush()
+        target = os.dup(descriptor)
+    with disk_full_errors(path), open(target, "w", encoding="utf-8", newline=newline) as stream:
+        yield stream
 
 
 def atomic_write_png(path: Path, image: Image.Image) -> None:
     """Write an image as a PNG file."""
-    with atomic_binary_writer(path) as stream:
-        image.save(stream, format="PNG")
+    with atomic_path(path) as aside:
+        image.save(aside, format="PNG")
 
 
 def finite(values: dict[str, float]) -> dict[str, float | None]:

@@ -38,9 +38,6 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     The type is checked twice: before the file is opened, since opening some devices has effects, and on the open file,
     since it may have been replaced in between.
 
-    Args:
-        path: The file.
-
     Raises:
         NotRegularFileError: It is a pipe, a device, a socket or a folder.
         OSError: It cannot be opened.
@@ -72,11 +69,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file.
+    """Read a JSON file; raises as open_regular does, and ValueError if it is not valid or nested too deeply.
 
-    Raises:
-        OSError: It cannot be opened, or it is not a regular file.
-        ValueError: It is not valid JSON, or nested too deeply; the message does not name the file.
+    The message of ValueError does not name the file.
     """
     content = read_bytes(path)
     try:
@@ -86,12 +81,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Read a YAML file of plain values; see parse_yaml.
-
-    Raises:
-        OSError: It cannot be opened, or it is not a regular file.
-        ValueError: It is not valid YAML in UTF-8, or has too many nodes; the message does not name the file.
-    """
+    """Read a YAML file of plain values in UTF-8; raises as open_regular and parse_yaml do."""
     return parse_yaml(read_text(path))
 
 
@@ -117,12 +107,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _count_nodes(value: Any, counts: dict[int, float]) -> float:
-    """Count the nodes of a structure when its aliases are expanded.
-
-    Args:
-        value: The structure.
-        counts: Nodes of parts that are known, by their id; parts of this structure are added.
-    """
+    """Count the nodes of a structure when its aliases are expanded; `counts` are those of known parts, by id."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in counts:

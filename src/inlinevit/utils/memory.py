@@ -29,13 +29,7 @@ def _number_in(file: Path) -> int | None:
 
 
 def require_memory(needed: float, what: str, remedy: str) -> None:
-    """Refuse what needs more memory than there is.
-
-    Args:
-        needed: Bytes that are needed at least.
-        what: What needs them, as the subject of a sentence.
-        remedy: What to do instead.
-    """
+    """Refuse what (the subject of a sentence) needs more bytes than there are, and say what to do instead."""
     available = available_memory()
     if needed > available:
         raise ValueError(
@@ -45,15 +39,7 @@ def require_memory(needed: float, what: str, remedy: str) -> None:
 
 
 def require_memory_for_images(count: int, channels: int, height: int, width: int, remedy: str) -> None:
-    """Refuse a batch of float32 images that does not fit into memory.
-
-    Args:
-        count: Images in the batch.
-        channels: Channels of each.
-        height: Height of each, in pixels.
-        width: Width of each, in pixels.
-        remedy: What to do instead.
-    """
+    """Refuse a batch of float32 images that does not fit into memory, and say what to do instead."""
     what = f"a batch of {count} image{'' if count == 1 else 's'} of {height} × {width} pixels"
     require_memory(FLOAT_BYTES * count * channels * height * width, what, remedy)
 

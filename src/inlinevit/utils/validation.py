@@ -13,8 +13,6 @@ from typing import Any, Literal, NamedTuple, cast
 # Larger values are mistakes, whatever the machine: pixels along a side, classes.
 MOST_PIXELS = 2**16
 MOST_CLASSES = 2**24
-# Letters of a wrong value that a message shows.
-SHOWN = 60
 PLAIN_TYPES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -28,10 +26,10 @@ class Range(NamedTuple):
     """A range of allowed numbers.
 
     Attributes:
-        least: The smallest one.
-        most: The largest one.
-        above_least: Whether the smallest one itself is not allowed.
-        below_most: Whether the largest one itself is not allowed.
+        least: Lower bound.
+        most: Upper bound.
+        above_least: Whether the lower bound itself is not allowed.
+        below_most: Whether the upper bound itself is not allowed.
     """
 
     least: float
@@ -52,6 +50,10 @@ class Range(NamedTuple):
         if number < self.least or (number == self.least and self.above_least):
             return f"{'above' if self.above_least else 'at least'} {self.least}"
         return f"from {self.least} to {'below ' if self.below_most else ''}{self.most}"
+
+
+# Of fractions and probabilities.
+FRACTION = Range(0, 1)
 
 
 def has_type(value: Any, hint: Any) -> bool:
@@ -104,8 +106,8 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
 
     Args:
         name: Its name, for messages.
-        value: The value.
-        hint: Its type.
+        value: Anything.
+        hint: The type that it should have.
         allowed: The range of the number, or of each number in a list; None = any finite number.
     """
     if not has_type(value, hint):
@@ -127,13 +129,8 @@ def numbers_in(value: Any) -> Iterator[Any]:
             yield from numbers_in(item)
 
 
-def shorten(value: Any, longest: int = SHOWN) -> str:
-    """Return a value on one line, for messages, without control characters.
-
-    Args:
-        value: Anything.
-        longest: Letters to show at most.
-    """
+def shorten(value: Any, longest: int = 60) -> str:
+    """Return a value on one line of at most `longest` characters, for messages, without control characters."""
     whole = value if isinstance(value, str) and value.strip() else repr(value)
     # Cut first, because it may be very long.
     text = " ".join(whole[: 10 * longest].split())
@@ -142,12 +139,7 @@ def shorten(value: Any, longest: int = SHOWN) -> str:
 
 
 def require(condition: bool, remedy: str) -> None:
-    """Raise ValueError unless a condition holds.
-
-    Args:
-        condition: The condition.
-        remedy: What is wrong, and what to do.
-    """
+    """Raise ValueError unless a condition holds; the remedy says what is wrong, and what to do."""
     if not condition:
         raise ValueError(remedy)
 
@@ -164,30 +156,16 @@ def check_fields(config: Any, section: str, **limits: float | Range) -> None:
     Args:
         config: A dataclass of plain values.
         section: Its name in recipes and options; "" = the names of fields have no prefix.
-        **limits: The ranges of fields; a number is the largest value, and the caller checks what is too small.
+        **limits: The ranges of fields, or their largest values; the caller checks what has no limit here.
     """
     for name, hint in _field_types(cast(Any, type(config))).items():
         value, title = vars(config)[name], f"{section}.{name}" if section else name
         limit = limits.get(name)
-        check_value(title, value, hint, Range(-inf, limit) if isinstance(limit, int | float) else limit)
-        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
-            require(
-                not isinstance(text, str) or bool(text.strip()),
-                f"{title} is empty: give it a value, or leave it out",
-            )
-
-
-def check_shares(config: Any, section: str, *names: str) -> None:
-    """Refuse fields that are not from 0 to 1.
-
-    Args:
-        config: A dataclass.
-        section: Its name in recipes and options.
-        *names: The fields.
-    """
-    for name in names:
-        value = vars(config)[name]
-        require(0 <= value <= 1, f"{section}.{name} is {value}: it should be from 0 to 1")
+        allowed = limit if limit is None or isinstance(limit, Range) else Range(-inf, limit)
+        check_value(title, value, hint, allowed)
+        for text in value if isinstance(value, list) else [value]:
+            is_empty = isinstance(text, str) and not text.strip()
+            require(not is_empty, f"{title} is empty: give it a value, or leave it out")
 
 
 @cache

@@ -62,10 +62,10 @@ def make_data(folder: Path, kind: str, replaced: dict[int, bytes] | None = None)
 
 
 def training(source: ImageSource | ShardSource, workers: int = 0, repeats: int = 1, **options: Any) -> TrainLoader:
-    dealing = {"process": options.pop("process", 0), "processes": options.pop("processes", 1)}
+    processes = {"process": options.pop("process", 0), "processes": options.pop("processes", 1)}
     config = DataConfig(**{"batch_size": 4, "workers": workers, **options})
     transform = training_transform(AUGMENT, SPEC)
-    plan = BatchPlan.initial(config.batch_size, workers=workers, **dealing)
+    plan = BatchPlan.initial(config.batch_size, workers=workers, **processes)
     return make_train_loader(source, transform, SPEC.mode, 5, config, repeats, 11, plan)
 
 
@@ -101,15 +101,15 @@ def test_augmented_batches_come_back_from_the_middle_of_an_epoch(tmp_path: Path,
     assert whole[0][0].shape == (4, 3, 16, 16)
     assert whole[0][0].dtype == torch.float32
     assert whole[0][1].dtype == torch.int64
-    assert not torch.equal(whole[0][0][0], whole[0][0][1]), "the same image twice, but augmented anew"
+    assert not torch.equal(whole[0][0][0], whole[0][0][1]), "the same image twice, but augmented again"
     torch.testing.assert_close(rest, whole[2:], rtol=0, atol=0)
 
 
 def test_two_processes_see_what_one_sees(tmp_path: Path) -> None:
     source = make_data(tmp_path, "folder")
     alone = list(training(source, batch_size=8).batches(0, 0))
-    shares = [list(training(source, process=process, processes=2).batches(0, 0)) for process in range(2)]
-    for whole, one, other in zip(alone, *shares, strict=True):
+    drawn = [list(training(source, process=process, processes=2).batches(0, 0)) for process in range(2)]
+    for whole, one, other in zip(alone, *drawn, strict=True):
         torch.testing.assert_close(whole[0], torch.cat([one[0], other[0]]), rtol=0, atol=0)
         assert torch.equal(whole[1], torch.cat([one[1], other[1]]))
 
@@ -214,7 +214,7 @@ def test_some_of_the_images(tmp_path: Path) -> None:
         source = make_data(tmp_path / kind, kind)
         assert len(training(source, max_train_samples=13)) == 3
         assert len(training(source, max_train_samples=1000)) == 6
-    # Class folders lie in a row, and each gives its share.
+    # Images are sorted by class, and each class keeps its proportion.
     data = training(open_source(DataConfig(path=str(tmp_path / "folder")), training=True), max_train_samples=20)
     labels = torch.cat([batch[1] for batch in data.batches(0, 0)])
     assert labels.bincount().tolist() == [5, 4, 4, 4, 3]

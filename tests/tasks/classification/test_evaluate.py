@@ -221,7 +221,7 @@ accelerator.end_training()
 
 @pytest.mark.slow
 def test_two_processes_count_every_image_once(tmp_path: Path) -> None:
-    """Shares of different sizes, and one of none: the same as alone, on both processes, whatever wraps the model."""
+    """Parts of different sizes, and one of none: the same as alone, on both processes, whatever wraps the model."""
     script = tmp_path / "script.py"
     script.write_text(SEVERAL_PROCESSES.format(folder=str(ROOT)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
@@ -351,7 +351,7 @@ def test_mistakes_are_told_before_the_work(run_folder: str, tmp_path: Path, caps
         eval_command(run_folder, data, output=str(tmp_path / "file"))
     with pytest.raises(ValueError, match="img_size is 0"):
         eval_command(run_folder, data, img_size=0)
-    with pytest.raises(ValueError, match="crop_pct should be above 0"):
+    with pytest.raises(ValueError, match=r"crop_pct is 0\.0: it should be above 0"):
         eval_command(run_folder, data, crop_pct=0.0)
     with pytest.raises(FileNotFoundError, match="no folder at runs/nothing: name the folder of a training run"):
         eval_command("runs/nothing", data)

@@ -102,10 +102,10 @@ def test_lengths_may_be_given(folder: Path) -> None:
         shards(folder, train_split="small")
 
 
-def test_thinned_shards_give_their_share(folder: Path) -> None:
+def test_subsets_take_the_first_images_of_each_shard(folder: Path) -> None:
     source = shards(folder)
-    assert source.thinned(3).lengths == [1, 1]
-    assert source.thinned(100).lengths == [3, 2]
+    assert source.subset(3).lengths == [1, 1]
+    assert source.subset(100).lengths == [3, 2]
 
 
 def test_what_is_wrong_with_a_sample() -> None:
@@ -367,8 +367,6 @@ def test_shards_that_are_not_divided(tmp_path: Path) -> None:
     make_shard(tmp_path / "a" / "x7.tar", samples([2]))
     assert labels(shards(tmp_path / "a")) == [[1], [2]]
     assert labels(shards(tmp_path / "a", False, eval_path=f"wds/{tmp_path}/a")) == [[1], [2]]
-    # As runs of older versions have it.
-    assert labels(shards(tmp_path / "a", train_split="train")) == [[1], [2]]
     for path in (tmp_path / "a", tmp_path / "a" / "00.tar"):
         with pytest.raises(ValueError, match="has no split called 'test'"):
             shards(path, False, eval_path=f"wds/{path}", eval_split="test")

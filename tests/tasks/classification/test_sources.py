@@ -3,7 +3,6 @@ import io
 import json
 import os
 import pickle
-import re
 import sys
 import tarfile
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from inlinevit.tasks.classification import sources
 from inlinevit.tasks.classification.config import DataConfig
 from inlinevit.tasks.classification.shards import ShardSource
 from inlinevit.tasks.classification.sources import (
@@ -21,7 +21,7 @@ from inlinevit.tasks.classification.sources import (
     ArraySource,
     ImageSource,
     SubsetSource,
-    open_part,
+    match_labels,
     open_source,
 )
 
@@ -32,7 +32,7 @@ def encoded(colour: int, kind: str = "PNG") -> bytes:
     return stream.getvalue()
 
 
-def make_output_dir(folder: Path, images: dict[str, list[str]]) -> Path:
+def make_classes(folder: Path, images: dict[str, list[str]]) -> Path:
     """Class folders with images, whose red tells their place in the row of all."""
     colour = 0
     for name, files in images.items():
@@ -64,7 +64,7 @@ THREE_CONTENTS = [(0, 0), (1, 0), (2, 2), (4, 1), (3, 1), (5, 1)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_output_dir(tmp_path / "three classes", THREE)
+    return make_classes(tmp_path / "three classes", THREE)
 
 
 def train(path: Path | str, **options: Any) -> ImageSource | ShardSource:
@@ -73,6 +73,14 @@ def train(path: Path | str, **options: Any) -> ImageSource | ShardSource:
 
 def evaluation(path: Path | str, **options: Any) -> ImageSource | ShardSource:
     return open_source(DataConfig(path=str(path), **options), training=False)
+
+
+def evaluated(path: Path | str, **options: Any) -> list[tuple[int, int]]:
+    """The red of each image for evaluation, and its label in training."""
+    source = evaluation(path, **options)
+    labels = match_labels(source, train(path, **options).classes)
+    assert labels is not None
+    return sorted((red, labels[label]) for red, label in contents(source))
 
 
 def test_folder(folder: Path) -> None:
@@ -97,34 +105,32 @@ def test_tar_is_the_same_as_its_folder(folder: Path, tmp_path: Path) -> None:
 def test_parts(tmp_path: Path, names: tuple[str, str], packed: bool) -> None:
     data = tmp_path / "data"
     place = tmp_path / "unpacked" if packed else data
-    make_output_dir(place / names[0], THREE)
-    make_output_dir(place / names[1], {"cat9": ["1.png"], "cat10": ["1.png"]})
+    make_classes(place / names[0], THREE)
+    make_classes(place / names[1], {"cat9": ["1.png"], "cat10": ["1.png"]})
     if packed:
         for name in names:
             make_tar(data / f"{name}.tar", place / name)
     assert len(train(data)) == 6
-    source = evaluation(data)
+    assert evaluation(data).classes == ["cat9", "cat10"]
     # Labels are those of training, though the evaluation images lack a class.
-    assert source.classes == ["bird", "cat9", "cat10"]
-    assert contents(source) == [(0, 1), (1, 2)] or contents(source) == [(1, 2), (0, 1)]
+    assert evaluated(data) == [(0, 1), (1, 2)]
 
 
 def test_a_class_may_be_called_as_a_part_is(tmp_path: Path) -> None:
-    make_output_dir(tmp_path, {"train": ["1.png"], "car": ["1.png"], "test": ["1.png"]})
+    make_classes(tmp_path, {"train": ["1.png"], "car": ["1.png"], "test": ["1.png"]})
     assert train(tmp_path).classes == ["car", "test", "train"]
 
 
 def test_evaluation_data_of_another_kind(folder: Path, tmp_path: Path) -> None:
-    other = make_output_dir(tmp_path / "other", {"cat10": ["1.png"], "bird": ["1.png"]})
-    source = evaluation(folder, eval_path=str(make_tar(tmp_path / "other.tar", other)))
-    assert sorted(contents(source)) == [(0, 2), (1, 0)]
-    boots = make_output_dir(tmp_path / "boots", {"ankle boot": ["1.png"], "bag": ["1.png"]})
-    source = evaluation("embedded", eval_path=str(boots))
-    assert sorted(contents(source)) == [(0, 9), (1, 8)]
-    # Names of the classes may also be given: then the images for training are not needed.
-    given = open_source(DataConfig(path="nowhere", eval_path=str(boots)), False, ["bag", "hat", "ankle boot"])
-    assert sorted(contents(given)) == [(0, 2), (1, 0)]
-    assert open_part(DataConfig(eval_path=str(boots)), training=False).classes == ["ankle boot", "bag"]
+    other = make_classes(tmp_path / "other", {"cat10": ["1.png"], "bird": ["1.png"]})
+    assert evaluated(folder, eval_path=str(make_tar(tmp_path / "other.tar", other))) == [(0, 2), (1, 0)]
+    boots = make_classes(tmp_path / "boots", {"ankle boot": ["1.png"], "bag": ["1.png"]})
+    assert evaluated("embedded", eval_path=str(boots)) == [(0, 9), (1, 8)]
+    # The images for training are not needed.
+    source = evaluation("nowhere", eval_path=str(boots))
+    assert source.classes == ["ankle boot", "bag"]
+    assert match_labels(source, ["bag", "hat", "ankle boot"]) == [2, 0]
+    assert match_labels(source, None) is None
 
 
 def test_embedded_set() -> None:
@@ -164,8 +170,8 @@ def test_torchvision(tmp_path: Path, folder: Path) -> None:
 @pytest.fixture
 def huggingface(tmp_path: Path) -> Path:
     data = tmp_path / "hub"
-    make_output_dir(data / "train", THREE)
-    make_output_dir(data / "test", {"bird": ["1.png"], "cat10": ["1.png"], "cat9": ["3.png"]})
+    make_classes(data / "train", THREE)
+    make_classes(data / "test", {"bird": ["1.png"], "cat10": ["1.png"], "cat9": ["3.png"]})
     return data
 
 
@@ -177,11 +183,7 @@ def test_huggingface(huggingface: Path, tmp_path: Path) -> None:
     assert "bird" in source.name(0)
     assert contents(evaluation(f"hfds/{huggingface}", **options)) == [(0, 0), (1, 1), (2, 2)]
     # Its classes have another order than those of a folder, and go by their names.
-    assert sorted(contents(evaluation(huggingface, eval_path=f"hfds/{huggingface}", **options))) == [
-        (0, 0),
-        (1, 2),
-        (2, 1),
-    ]
+    assert evaluated(huggingface, eval_path=f"hfds/{huggingface}", **options) == [(0, 0), (1, 2), (2, 1)]
 
 
 def test_huggingface_with_other_columns(tmp_path: Path) -> None:
@@ -198,12 +200,12 @@ def test_huggingface_with_other_columns(tmp_path: Path) -> None:
     assert source.name(1) == f"image 1 of hfds/{tmp_path / 'data'}"
 
 
-def test_thinned_images_are_spread_evenly() -> None:
+def test_subsets_are_evenly_spaced() -> None:
     labels = np.repeat(np.arange(10, dtype=np.uint8), 100)
     source = ArraySource(np.zeros((1000, 4, 4), np.uint8), labels, FASHION_MNIST_CLASSES, "test")
-    thinned = SubsetSource(source, 50)
-    assert [thinned.read(index)[1] for index in range(50)] == np.repeat(np.arange(10), 5).tolist()
-    assert thinned.name(1) == "image 20 of test"
+    subset = SubsetSource(source, 50)
+    assert [subset.read(index)[1] for index in range(50)] == np.repeat(np.arange(10), 5).tolist()
+    assert subset.name(1) == "image 20 of test"
     assert len(SubsetSource(source, 5000)) == 1000
 
 
@@ -221,13 +223,29 @@ def test_refusals_of_folders(tmp_path: Path, folder: Path) -> None:
     assert "--data.eval_path" in refusal(folder, training=False, eval_path="missing")
     (tmp_path / "empty").mkdir()
     assert "holds no images" in refusal(tmp_path / "empty")
-    assert "holds one class (dog)" in refusal(make_output_dir(tmp_path / "one", {"dog": ["1.png"]}))
-    assert "without a class, such as" in refusal(make_output_dir(tmp_path / "flat", {"": ["1.png", "2.png"]}))
+    assert "holds one class (dog)" in refusal(make_classes(tmp_path / "one", {"dog": ["1.png"]}))
+    assert "without a class, such as" in refusal(make_classes(tmp_path / "flat", {"": ["1.png", "2.png"]}))
     assert "--data.eval_path" in refusal(folder, training=False)
-    only_val = make_output_dir(tmp_path / "only" / "val", THREE).parent
+    only_val = make_classes(tmp_path / "only" / "val", THREE).parent
     assert "no split called train: choose with --data.train_split among val" in refusal(only_val)
-    alien = make_output_dir(tmp_path / "alien", {"bird": ["1.png"], "dodo": ["1.png"]})
-    assert "1 classes that training does not know, such as 'dodo'" in refusal(folder, False, eval_path=str(alien))
+    alien = make_classes(tmp_path / "alien", {"bird": ["1.png"], "dodo": ["1.png"]})
+    with pytest.raises(ValueError, match="1 classes that training does not know, such as 'dodo'"):
+        evaluated(folder, eval_path=str(alien))
+
+
+def test_the_whole_disk_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("/", tmp_path / "root"):
+        if path != "/":
+            path.symlink_to("/")
+        assert "is the root of the file system: name the folder of the data set with --data.path" in refusal(path)
+    monkeypatch.setattr(sources, "MOST_OTHER_FILES", 5)
+    folder = make_classes(tmp_path / "files", {"a": ["1.png", "2.png"], "b": ["1.png"]})
+    for number in range(4):
+        (folder / "a" / f"{number}.txt").touch()
+    assert len(train(folder)) == 3, "files beside images are left out"
+    for number in range(6):
+        (tmp_path / "texts" / f"{number}").mkdir(parents=True)
+    assert "texts holds no image among its first 5 files: name a folder" in refusal(tmp_path / "texts")
 
 
 def test_refusals_of_tar_files(tmp_path: Path, folder: Path) -> None:
@@ -241,8 +259,8 @@ def test_refusals_of_tar_files(tmp_path: Path, folder: Path) -> None:
     packed = tmp_path / "packed.tar.gz"
     packed.write_bytes(gzip.compress(whole.read_bytes()))
     assert "without compression" in refusal(packed)
-    assert "holds no images" in refusal(make_tar(tmp_path / "none.tar", make_output_dir(tmp_path / "none", {"a": []})))
-    flat = make_output_dir(tmp_path / "flat", {"": ["1.png"], "dog": ["1.png"]})
+    assert "holds no images" in refusal(make_tar(tmp_path / "none.tar", make_classes(tmp_path / "none", {"a": []})))
+    flat = make_classes(tmp_path / "flat", {"": ["1.png"], "dog": ["1.png"]})
     assert "without a class, such as ./1.png" in refusal(make_tar(tmp_path / "flat.tar", flat))
 
 
@@ -281,7 +299,7 @@ def test_refusals_of_huggingface(huggingface: Path, tmp_path: Path, monkeypatch:
 def test_prefixes_without_a_name_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message = refusal(path, root=str(tmp_path) if path == "torch/" else None)
-    assert re.match(rf"(data\.path is )?{path}(, which)? names no data( set)?: write ", message)
+    assert message == f"data.path is {path}, which names no data set: write {path.strip('/')}/NAME"
 
 
 def test_labels_in_words_are_refused(tmp_path: Path) -> None:
@@ -315,7 +333,7 @@ def test_eps_is_refused_wherever_images_come_from(
     started: list[Any] = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
     hub = tmp_path / "hub"
-    folder = make_output_dir(hub / "train", THREE)
+    folder = make_classes(hub / "train", THREE)
     (folder / "bird" / "evil.jpg").write_bytes(EPS)
     packed = make_tar(tmp_path / "images.tar", folder)
     for source in (
@@ -402,7 +420,7 @@ def divided(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     home = tmp_path / "divided"
     parts = {"train": THREE, "test": THREE, "holdout": {"bird": ["1.png"], "cat9": ["1.png"]}}
     for name, images in parts.items():
-        make_output_dir((tmp_path / "unpacked" if request.param else home) / name, images)
+        make_classes((tmp_path / "unpacked" if request.param else home) / name, images)
         if request.param:
             make_tar(home / f"{name}.tar", tmp_path / "unpacked" / name)
     return home
@@ -428,13 +446,13 @@ def test_a_split_that_does_not_exist_is_refused(divided: Path, split: str) -> No
 
 
 def test_training_images_are_not_evaluated_on(tmp_path: Path) -> None:
-    only = make_output_dir(tmp_path / "only" / "train", THREE).parent
+    only = make_classes(tmp_path / "only" / "train", THREE).parent
     for options in ({}, {"eval_path": str(only)}):
         message = refusal(only, training=False, **options)
         assert "has no split called val: choose with --data.eval_split among train" in message
     assert len(evaluation(only, eval_split="train")) == 6, "unless that is what was said"
     # The other way round, too.
-    assert len(open_part(DataConfig(eval_path=str(make_output_dir(tmp_path / "v" / "val", THREE).parent)), False)) == 6
+    assert len(evaluation("nowhere", eval_path=str(make_classes(tmp_path / "v" / "val", THREE).parent))) == 6
     assert "no split called train" in refusal(tmp_path / "v")
 
 
@@ -445,10 +463,7 @@ def test_data_that_are_not_divided_have_no_splits(folder: Path, tmp_path: Path) 
             path, False, eval_path=str(path), eval_split="test"
         )
         assert "is not divided, so it has no split called 'other'" in refusal(path, train_split="other")
-        # As runs of older versions have it.
-        former = {"train_split": "train", "eval_split": "validation"}
-        assert len(train(path, **former)) == 6
-        assert len(evaluation(path, eval_path=str(path), **former)) == 6
+        assert "is not divided, so it has no split called 'train'" in refusal(path, train_split="train")
 
 
 def test_splits_of_data_with_two_parts(tmp_path: Path) -> None:
@@ -467,12 +482,12 @@ def test_splits_of_data_with_two_parts(tmp_path: Path) -> None:
 
 def test_splits_of_torchvision(tmp_path: Path) -> None:
     """timm takes the whole folder in place of a split that does not exist."""
-    make_output_dir(tmp_path / "train", THREE)
+    make_classes(tmp_path / "train", THREE)
     assert len(train("torch/image_folder", root=str(tmp_path))) == 6
     options = {"root": str(tmp_path)}
     assert "no split called val: choose" in refusal("torch/image_folder", False, **options)
     assert "no split called 'other': choose" in refusal("torch/image_folder", train_split="other", **options)
-    make_output_dir(tmp_path / "val", {"bird": ["1.png"], "cat9": ["1.png"], "cat10": ["1.png"]})
+    make_classes(tmp_path / "val", {"bird": ["1.png"], "cat9": ["1.png"], "cat10": ["1.png"]})
     assert len(evaluation("torch/image_folder", **options)) == 3
     message = refusal("torch/imagenet", False, eval_split="test", **options)
     assert "no split called 'test'" in message
@@ -523,7 +538,7 @@ def test_paths_out_of_a_huggingface_data_set_are_not_opened(tmp_path: Path) -> N
 @pytest.mark.parametrize("layout", ["text", "list", "split", "standalone"])
 def test_addresses_in_the_metadata_of_a_folder_are_not_followed(tmp_path: Path, place: str, layout: str) -> None:
     """fsspec would fetch or interpret them: with reference://, it renders templates of the data."""
-    home = make_output_dir(tmp_path / "data" / "train", THREE).parent
+    home = make_classes(tmp_path / "data" / "train", THREE).parent
     (home / "refs.json").write_text('{"version": 1, "templates": {"u": "{{ 1 }}"}, "refs": {"x.csv": "a"}}')
     place = place.format(home=home)
     files: Any = {"text": place, "list": ["ok.csv", place]}.get(layout, [{"split": "train", "path": [place]}])
@@ -539,7 +554,7 @@ def test_addresses_in_the_metadata_of_a_folder_are_not_followed(tmp_path: Path, 
 
 
 def test_metadata_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    home = make_output_dir(tmp_path / "data" / "train", THREE).parent
+    home = make_classes(tmp_path / "data" / "train", THREE).parent
     (home / "README.md").write_text("---\nconfigs: [\n---\n")
     assert "not valid YAML" in refusal(f"hfds/{home}", root=str(tmp_path / "cache"))
     (home / "README.md").write_text("# A data set: https://example.org\n\n---\nconfigs: [http://x]\n---\n")
@@ -547,7 +562,7 @@ def test_metadata_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_loading_scripts_are_not_run(tmp_path: Path) -> None:
-    home = make_output_dir(tmp_path / "evil" / "train", THREE).parent
+    home = make_classes(tmp_path / "evil" / "train", THREE).parent
     (home / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
     assert "scripts are no longer supported" in refusal(f"hfds/{home}", root=str(tmp_path / "cache"))
     assert not (tmp_path / "owned").exists()

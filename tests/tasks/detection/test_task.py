@@ -136,7 +136,7 @@ def test_fewer_classes_than_categories_are_refused(coco_folder: DrawCoco) -> Non
         (["--model.pretrained", "true", "--model.checkpoint", "file"], "choose one of them"),
         (["--optimizer.layer_decay", "0.9"], "is for plain classifiers: leave it out"),
         (["--data.batch_size", "0"], "at least 1"),
-        (["--augment.copy_paste", "2"], "from 0 to 1"),
+        (["--augment.copy_paste", "2"], "augment.copy_paste is 2.0: it should be at most 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,10 +64,10 @@ def test_rows_and_labels(write_csv: Callable[[str], MultilabelDataConfig]) -> No
         "split,image,labels\ntrain,images/0.png,red blue\ntrain,images/1.png,green|red;tall\nval,images/2.png,\n"
     )
     source = open_csv(config, training=True)
-    assert source.names == ["blue", "green", "red", "tall"]
+    assert source.classes == ["blue", "green", "red", "tall"]
     assert source.targets.tolist() == [[1, 0, 1, 0], [0, 1, 1, 1]]
     assert [Path(source.name(index)).name for index in range(len(source))] == ["0.png", "1.png"]
-    held_out = open_csv(config, training=False, names=source.names)
+    held_out = open_csv(config, training=False, classes=source.classes)
     assert held_out.targets.tolist() == [[0, 0, 0, 0]]
     assert held_out.read(0)[0].size == (32, 32)
 
@@ -109,7 +109,7 @@ def test_wrong_files_are_refused_with_the_line(
 def test_unknown_labels_and_missing_files_are_refused(write_csv: Callable[[str], MultilabelDataConfig]) -> None:
     config = write_csv("image,labels\nimages/0.png,red\nimages/1.png,huge\n")
     with pytest.raises(ValueError, match=r"line 3: training does not know \['huge'\]"):
-        open_csv(config, training=True, names=["red"])
+        open_csv(config, training=True, classes=["red"])
     with pytest.raises(FileNotFoundError, match="no CSV file at nothing"):
         open_csv(MultilabelDataConfig(path="nothing"), training=True)
 
@@ -117,7 +117,7 @@ def test_unknown_labels_and_missing_files_are_refused(write_csv: Callable[[str],
 def test_options_that_do_not_apply_are_refused() -> None:
     with pytest.raises(ValueError, match=r"augment\.mixup and augment\.cutmix do not apply"):
         MultilabelConfig(augment=AugmentConfig(label_smoothing=0))
-    with pytest.raises(ValueError, match=r"loss\.clip is 1\.0"):
+    with pytest.raises(ValueError, match=r"loss\.clip is 1\.0: it should be from 0 to below 1"):
         MultilabelLossConfig(clip=1.0)
     with pytest.raises(ValueError, match=r"threshold is -0\.1: it should be at least 0"):
         MultilabelEvalOptions(threshold=-0.1)
@@ -165,7 +165,7 @@ def test_metrics_are_those_of_the_definitions(tmp_path: Path) -> None:
         lines.append(f"{number}.png,{' '.join(name for name, has in zip('abc', row, strict=True) if has)}")
     (tmp_path / "all.csv").write_text("\n".join(lines))
     config = MultilabelDataConfig(path=str(tmp_path / "all.csv"), batch_size=5, workers=0)
-    source = open_csv(config, training=True, names=["a", "b", "c"])
+    source = open_csv(config, training=True, classes=["a", "b", "c"])
     outcome: MultilabelEvaluation = evaluate_model(
         Brightness(), MultilabelEvaluator(source, SPEC, config, threshold=0.6), Accelerator(cpu=True)
     )

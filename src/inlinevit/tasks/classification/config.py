@@ -3,17 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import (
-    MOST_IMAGES,
-    MOST_WORKERS,
-    ClassPredictOptions,
-    DataOptions,
-    EvalOptions,
-    TrainConfig,
-)
-from ...utils.validation import MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_shares, check_value, require
+from ...engine.config import MOST_IMAGES, MOST_WORKERS, ClassPredictOptions, DataOptions, EvalOptions, TrainConfig
+from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
 
-# Prefixes of data that have a root.
+# Prefixes of data that may have a root.
 ROOTED = ("torch", "hfds", "wds")
 
 
@@ -42,16 +35,10 @@ class ImageDataConfig:
         check_fields(
             self,
             "data",
-            batch_size=MOST_IMAGES,
-            workers=MOST_WORKERS,
-            max_unreadable=MOST_IMAGES,
-            max_train_samples=MOST_IMAGES,
-        )
-        require(self.batch_size > 0, f"data.batch_size is {self.batch_size}: it should be at least 1")
-        require(self.workers >= 0, f"data.workers is {self.workers}: it should not be negative")
-        require(self.max_unreadable >= 0, f"data.max_unreadable is {self.max_unreadable}: it should not be negative")
-        require(
-            self.max_train_samples is None or self.max_train_samples > 0, "data.max_train_samples should be at least 1"
+            batch_size=Range(1, MOST_IMAGES),
+            workers=Range(0, MOST_WORKERS),
+            max_unreadable=Range(0, MOST_IMAGES),
+            max_train_samples=Range(1, MOST_IMAGES),
         )
 
 
@@ -73,11 +60,12 @@ class DataConfig(ImageDataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("path", "eval_path"):
-            kind, slash, rest = (vars(self)[name] or "").partition("/")
+        for field_name in ("path", "eval_path"):
+            path = vars(self)[field_name] or ""
+            kind, _, name = path.partition("/")
             require(
-                kind not in ("torch", "hfds") or not slash or bool(rest),
-                f"data.{name} is {kind}/, which names no data set: write {kind}/NAME",
+                bool(name) or kind not in (*ROOTED, "hfids") or (kind == "wds" and self.root is not None),
+                f"data.{field_name} is {path}, which names no data set: write {kind}/NAME",
             )
 
 
@@ -138,50 +126,48 @@ class AugmentConfig:
     """How training images are varied: timm's augmentation."""
 
     scale: tuple[float, float] | None = (0.08, 1.0)
-    """Share of an image's area that a random crop takes; null = pad and crop instead, as is usual for small images."""
+    """Area of a random crop, relative to the image's; null = pad and crop instead, as is usual for small images."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Width to height of a random crop."""
     crop_padding: int = 4
     """Pixels of padding before a random crop, where scale is null."""
     hflip: float = 0.5
-    """Share of images that are mirrored."""
+    """Probability of a horizontal flip."""
     color_jitter: float = 0.4
     """How much brightness, contrast and saturation vary, where auto_augment is null."""
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
     """A policy of timm's: RandAugment, AugMix, AutoAugment."""
     random_erasing: float = 0.25
-    """Share of images in which a rectangle is erased."""
+    """Probability of random erasing."""
     random_erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
     """Erase with zeros, with one random colour, or with random pixels."""
     mixup: float = 0.8
-    """Strength of mixup; 0 = none."""
+    """Alpha of mixup; 0 = none."""
     cutmix: float = 1.0
-    """Strength of cutmix; 0 = none."""
+    """Alpha of cutmix; 0 = none."""
     mixup_switch: float = 0.5
-    """Share of batches that get cutmix instead of mixup, where both are on."""
+    """Probability of cutmix instead of mixup for a batch, where both are on."""
     label_smoothing: float = 0.1
-    """Share of a label that is spread over all classes."""
+    """Label smoothing."""
     repeats: int = 1
-    """How often an image comes in a row, each time augmented again; an epoch has as many images as without."""
+    """Repeated augmentation: how often an image comes in succession, each time augmented again; an epoch has as many
+    images as without."""
 
     def __post_init__(self) -> None:
         check_fields(
             self,
             "augment",
-            ratio=100,
-            crop_padding=MOST_PIXELS,
-            color_jitter=10,
-            mixup=1000,
-            cutmix=1000,
-            repeats=1000,
+            scale=Range(0, 1, above_least=True),
+            ratio=Range(0, 100, above_least=True),
+            crop_padding=Range(0, MOST_PIXELS),
+            color_jitter=Range(0, 10),
+            mixup=Range(0, 1000),
+            cutmix=Range(0, 1000),
+            repeats=Range(1, 1000),
+            **dict.fromkeys(("hflip", "random_erasing", "mixup_switch", "label_smoothing"), FRACTION),
         )
-        check_shares(self, "augment", "hflip", "random_erasing", "mixup_switch", "label_smoothing")
-        for name in ("mixup", "cutmix", "color_jitter", "crop_padding"):
-            value = vars(self)[name]
-            require(value >= 0, f"augment.{name} is {value}: it should not be negative")
-        require(self.repeats > 0, f"augment.repeats is {self.repeats}: it should be at least 1")
-        require(self.scale is None or 0 < self.scale[0] <= self.scale[1] <= 1, "augment.scale should be in 0 ... 1")
-        require(0 < self.ratio[0] <= self.ratio[1], "augment.ratio should rise from the narrowest to the widest")
+        require(self.scale is None or self.scale[0] <= self.scale[1], "augment.scale should rise from least to most")
+        require(self.ratio[0] <= self.ratio[1], "augment.ratio should rise from the narrowest to the widest")
 
     @property
     def mixes(self) -> bool:
@@ -202,9 +188,9 @@ class ModelConfig:
     in_chans: Literal[1, 3] = 3
     """3 for colour images, 1 for grey ones."""
     crop_pct: float | None = None
-    """Share of an image's side that evaluation sees; null = what the model was made for."""
+    """Side of the centre crop for evaluation, relative to the image's; null = what the model was made for."""
     drop_path_rate: float = 0.1
-    """Share of residual branches that are left out in training, in the last block; it rises linearly up to there."""
+    """Stochastic depth rate of the last block; it rises linearly up to there."""
     pretrained: bool = False
     """Start from the published weights."""
     checkpoint: str | None = None
@@ -213,23 +199,23 @@ class ModelConfig:
     """Further arguments of the model, such as attention: softmax."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "model", num_classes=MOST_CLASSES, img_size=MOST_PIXELS)
-        require(self.num_classes is None or self.num_classes > 1, "model.num_classes should be at least 2")
-        require(self.img_size is None or self.img_size > 0, f"model.img_size is {self.img_size}: it should be positive")
-        require(self.crop_pct is None or 0 < self.crop_pct <= 1, "model.crop_pct should be above 0 and at most 1")
+        check_fields(
+            self,
+            "model",
+            num_classes=Range(2, MOST_CLASSES),
+            img_size=Range(1, MOST_PIXELS),
+            crop_pct=Range(0, 1, above_least=True),
+            drop_path_rate=Range(0, 1, below_most=True),
+        )
         require(
             not self.pretrained or self.checkpoint is None,
             "model.pretrained and model.checkpoint each say what to start from: choose one of them",
-        )
-        require(
-            0 <= self.drop_path_rate < 1,
-            f"model.drop_path_rate is {self.drop_path_rate}: it should be from 0 to below 1",
         )
 
 
 @dataclass
 class DistillationConfig:
-    """Learn from a teacher, too."""
+    """Knowledge distillation from a teacher."""
 
     teacher: str | None = None
     """Any model of ours or of timm's; null = no teacher."""
@@ -238,18 +224,16 @@ class DistillationConfig:
     kind: Literal["soft", "hard"] = "soft"
     """Match the teacher's probabilities, or its choices."""
     weight: float = 0.5
-    """Share of the teacher in the loss."""
+    """Weight of the distillation loss; that of the labels is 1 - weight."""
     temperature: float = 1.0
-    """Softens the probabilities to match."""
+    """Temperature of the probabilities to match."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "distillation", temperature=1000)
+        check_fields(self, "distillation", weight=FRACTION, temperature=Range(0, 1000, above_least=True))
         require(
             self.teacher is not None or self.checkpoint is None,
             "distillation.checkpoint is given without a teacher: name its model with --distillation.teacher",
         )
-        require(0 <= self.weight <= 1, f"distillation.weight is {self.weight}: it should be from 0 to 1")
-        require(self.temperature > 0, f"distillation.temperature is {self.temperature}: it should be above 0")
 
 
 @dataclass
@@ -282,7 +266,7 @@ class ClassificationEvalOptions(EvalOptions):
     img_size: int | None = None
     """Side of the model's input; null = what it was trained for."""
     crop_pct: float | None = None
-    """Share of an image's side that the model sees; null = what it was trained for."""
+    """Side of the centre crop, relative to the image's; null = what it was trained for."""
 
 
 @dataclass(kw_only=True)

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 from ...data.batch_plan import BatchPlan
 from ...data.images import decode_image, decompression_bomb_limit, describe_image_error
 from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
-from ...data.samplers import ShardedSampler, check_one_batch
+from ...data.samplers import ShardedSampler
 from .config import ImageDataConfig
 from .shards import ShardImages, ShardSource
-from .sources import ImageSource, SubsetSource
+from .sources import ImageSource, take_subset
 
 # The label of an image that cannot be used.
 NO_LABEL = -1
@@ -27,19 +27,19 @@ Sample = tuple[Tensor, int, list[str]]
 class LabelledImages(Dataset[Sample]):
     """Images as tensors, with their labels.
 
-    An image that cannot be used is a problem, which goes along with the sample for `UnreadableCounter` to see. In its
-    place comes the next image that can be used, or, if there is none among those tried, a black one without a label.
+    An image that cannot be used is a problem, which is returned with the sample for `UnreadableCounter`. It is replaced
+    by the next image that can be used or, if there is none among those tried, by a black one without a label.
 
     Args:
         source: Where the images come from.
         transform: From a PIL image to a tensor.
         mode: Colour mode of the model's images, in Pillow's notation.
-        num_classes: Labels must be below this.
+        num_targets: Labels must be below this: the number of classes, or of rows in a table of targets.
         tries: How many images to try; 1 = never take another one.
     """
 
-    def __init__(self, source: ImageSource, transform: Any, mode: str, num_classes: int, *, tries: int = 1) -> None:
-        self.source, self.transform, self.mode, self.num_classes = source, transform, mode, num_classes
+    def __init__(self, source: ImageSource, transform: Any, mode: str, num_targets: int, tries: int = 1) -> None:
+        self.source, self.transform, self.mode, self.num_targets = source, transform, mode, num_targets
         self.tries = tries
 
     def __len__(self) -> int:
@@ -61,45 +61,35 @@ class LabelledImages(Dataset[Sample]):
         return self.transform(Image.new(self.mode, (64, 64))), NO_LABEL, problems
 
     def load(self, index: int) -> tuple[Image.Image, int]:
-        """An image, ready for the transform, and its label; any error means that the image cannot be used."""
+        """Return a decoded image and its label; any error means that the image cannot be used."""
         with decompression_bomb_limit():
             opened, label = self.source.read(index)
             with opened:
                 image = decode_image(opened, self.mode)
-        if not 0 <= label < self.num_classes:
-            raise ValueError(f"its label is {label}, but the model has {self.num_classes} classes")
+        if not 0 <= label < self.num_targets:
+            raise ValueError(f"its label is {label}, but the model has {self.num_targets} classes")
         return image, label
 
 
 class LabelledStream:
-    """Shards as a stream of labelled images; arguments as for LabelledImages."""
+    """Shards as a stream of labelled images; further arguments as for LabelledImages."""
 
-    def __init__(self, source: ShardSource, transform: Any, mode: str, num_classes: int, *, tries: int = 1) -> None:
-        self.source, self.transform, self.mode, self.num_classes = source, transform, mode, num_classes
-        self.tries = tries
-        self.lengths = source.lengths
-        self.read = source.read
+    def __init__(self, source: ShardSource, *arguments: Any) -> None:
+        self.lengths, self.read, self.arguments = source.lengths, source.read, arguments
 
     def samples(self, stored: list[dict[str, Any]]) -> LabelledImages:
-        images = ShardImages(stored)
-        return LabelledImages(images, self.transform, self.mode, self.num_classes, tries=self.tries)
+        return LabelledImages(ShardImages(stored), *self.arguments)
 
 
 class UnreadableCounter:
-    """Counts images that cannot be used, names them, and stops the run when they are too many.
-
-    Each process counts those that it meets.
-
-    Args:
-        limit: How many there may be.
-    """
+    """Counts and reports the images that one process cannot use, and stops the run when they exceed the limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.seen: set[str] = set()
 
     def check(self, problems: list[str]) -> None:
-        """Note the problems of a batch."""
+        """Count the problems of a batch."""
         for problem in problems:
             if problem not in self.seen:
                 self.seen.add(problem)
@@ -112,7 +102,7 @@ class UnreadableCounter:
 
 
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, list[str]]:
-    """Samples to a batch: images (batch, channels, height, width), labels (batch,), problems."""
+    """Collate samples to a batch: images (batch, channels, height, width), labels (batch,), problems."""
     images, labels, problems = zip(*samples, strict=True)
     return torch.stack(images), torch.tensor(labels), [problem for several in problems for problem in several]
 
@@ -120,7 +110,7 @@ def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, list[str]]:
 def drop_unreadable(
     batches: Iterable[tuple[Tensor, Tensor, list[str]]], counter: UnreadableCounter, labels: Sequence[int] | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Leave unreadable images out of batches, and translate labels.
+    """Remove unreadable images from batches, and map labels to those of the model.
 
     Args:
         batches: Images (batch, channels, height, width), labels (batch,) with NO_LABEL for unreadable images, problems.
@@ -140,61 +130,46 @@ def make_train_loader(
     source: ImageSource | ShardSource,
     transform: Any,
     mode: str,
-    num_classes: int,
+    num_targets: int,
     config: ImageDataConfig,
     repeats: int,
     seed: int,
     plan: BatchPlan,
 ) -> TrainLoader:
-    """Batches (images, labels, problems) of one process, in a reproducible order.
+    """Return the batches (images, labels, problems) of one process, in a reproducible order.
 
-    Args:
-        source: Where the images come from.
-        transform: From a PIL image to a tensor.
-        mode: Colour mode of the model's images, in Pillow's notation.
-        num_classes: Labels must be below this.
-        config: How many images to use, and how many may be unreadable.
-        repeats: How often an image comes in a row, each time augmented again.
-        seed: The run's seed.
-        plan: Size of batches, number of workers, which share of each batch.
+    Arguments as for LabelledImages and ShardedSampler; the config says how many images to use.
     """
     # Once more images than allowed were tried in vain, the run stops anyway.
     tries = config.max_unreadable + 1
-    data: TrainLoader
-    if isinstance(source, ShardSource):
-        shards = source if config.max_train_samples is None else source.thinned(config.max_train_samples)
-        stream = LabelledStream(shards, transform, mode, num_classes, tries=tries)
-        data = StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
-        length = len(shards)
-    else:
-        chosen = source if config.max_train_samples is None else SubsetSource(source, config.max_train_samples)
-        images = LabelledImages(chosen, transform, mode, num_classes, tries=tries)
-        order = ShardedSampler(
-            len(images), plan.batch_size, seed=seed, process=plan.process, processes=plan.processes, repeats=repeats
-        )
-        data = ShuffledLoader(images, order, workers=plan.workers, collate=collate)
-        length = len(images)
-    check_one_batch(len(data), length, plan.batch_size, plan.processes)
-    return data
+    chosen = source if config.max_train_samples is None else take_subset(source, config.max_train_samples)
+    if isinstance(chosen, ShardSource):
+        stream = LabelledStream(chosen, transform, mode, num_targets, tries)
+        return StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
+    images = LabelledImages(chosen, transform, mode, num_targets, tries)
+    sampler = ShardedSampler(len(images), plan, seed=seed, repeats=repeats)
+    return ShuffledLoader(images, sampler, collate=collate)
 
 
 def make_eval_loader(
     source: ImageSource | ShardSource,
     transform: Any,
     mode: str,
-    num_classes: int,
+    num_targets: int,
     config: ImageDataConfig,
     process: int,
     processes: int,
 ) -> EvalLoader:
-    """Batches (images, labels, problems) of one process; over all processes, every image comes once.
+    """Return the batches (images, labels, problems) of one process; over all processes, every image comes once.
 
     An image that cannot be used is a black one with label NO_LABEL.
     """
+    arguments = transform, mode, num_targets
     images: LabelledImages | LabelledStream
     if isinstance(source, ShardSource):
-        images = LabelledStream(source, transform, mode, num_classes)
+        images = LabelledStream(source, *arguments)
     else:
-        images = LabelledImages(source, transform, mode, num_classes)
-    dealing = {"process": process, "processes": processes}
-    return EvalLoader(images, config.batch_size, workers=config.workers, collate=collate, **dealing)
+        images = LabelledImages(source, *arguments)
+    return EvalLoader(
+        images, config.batch_size, workers=config.workers, collate=collate, process=process, processes=processes
+    )

@@ -1,5 +1,6 @@
 """Metrics of classification: accuracy, calibration, confusion."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +32,9 @@ class ClassificationEvaluation(Evaluation):
     """The result of an evaluation.
 
     Attributes:
-        top1: Share of images whose class is predicted first, in percent.
-        top5: Share of images whose class is among the first five, in percent.
-        calibration_error: Mean gap between confidence and accuracy over 15 bins, in percent.
+        top1: Top-1 accuracy, in percent.
+        top5: Top-5 accuracy, in percent.
+        calibration_error: Expected calibration error over 15 bins, in percent.
         loss: Mean cross-entropy.
         confusion: (classes, classes) images by true and by predicted class.
         classes: Names of the classes; their indices, if they are not known.
@@ -47,8 +48,7 @@ class ClassificationEvaluation(Evaluation):
     classes: list[str] = field(default_factory=list)
 
     def numbers(self) -> dict[str, float]:
-        names = ("top1", "top5", "calibration_error", "loss")
-        return {name: vars(self)[name] for name in names}
+        return {name: vars(self)[name] for name in ("top1", "top5", "calibration_error", "loss")}
 
     @property
     def images(self) -> int:  # type: ignore[override]
@@ -57,17 +57,16 @@ class ClassificationEvaluation(Evaluation):
 
     @property
     def class_accuracy(self) -> list[float | None]:
-        """Share of each class's images that are predicted right, in percent; None for a class without images."""
-        right, images = self.confusion.diagonal().tolist(), self.confusion.sum(dim=1).tolist()
-        return [100 * some / all_ if all_ else None for some, all_ in zip(right, images, strict=True)]
+        """Accuracy of each class, in percent; None for a class without images."""
+        correct, images = self.confusion.diagonal().tolist(), self.confusion.sum(dim=1).tolist()
+        return [100 * some / all_ if all_ else None for some, all_ in zip(correct, images, strict=True)]
 
     def tables(self) -> list[list[dict[str, str]]]:
-        shares = {"top-1 %": self.top1, "top-5 %": self.top5, "calibration error %": self.calibration_error}
-        return [[{**{name: f"{share:.2f}" for name, share in shares.items()}, "loss": f"{self.loss:.4f}"}]]
+        percents = {"top-1 %": self.top1, "top-5 %": self.top5, "calibration error %": self.calibration_error}
+        return [[{**{name: f"{value:.2f}" for name, value in percents.items()}, "loss": f"{self.loss:.4f}"}]]
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-        shares = [float("nan") if share is None else share / 100 for share in self.class_accuracy]
-        return self.classes, {"accuracy": shares}
+        return self.classes, {"accuracy": [math.nan if one is None else one / 100 for one in self.class_accuracy]}
 
     def per_class(self) -> list[dict[str, Any]]:
         images, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
@@ -91,8 +90,8 @@ class ImageEvaluator(Evaluator):
     Args:
         source: The images.
         spec: The model's input.
-        config: How the images are read.
-        num_labels: Labels of the source are below this number.
+        config: How they are read.
+        num_targets: Labels of the source are below this: the number of classes, or of rows in a table of targets.
         labels: For each label of the source, that of the model; None = they are the same.
     """
 
@@ -101,16 +100,17 @@ class ImageEvaluator(Evaluator):
         source: ImageSource | ShardSource,
         spec: InputSpec,
         config: ImageDataConfig,
-        num_labels: int,
+        num_targets: int,
         labels: Sequence[int] | None = None,
     ) -> None:
-        self.source, self.spec, self.config, self.num_labels, self.labels = source, spec, config, num_labels, labels
+        self.source, self.spec, self.config, self.labels = source, spec, config, labels
+        self.num_targets = num_targets
 
     def loader(self, process: int, processes: int) -> EvalLoader:
         """See Evaluator.loader: images, labels, problems."""
         transform = evaluation_transform(self.spec)
         return make_eval_loader(
-            self.source, transform, self.spec.mode, self.num_labels, self.config, process, processes
+            self.source, transform, self.spec.mode, self.num_targets, self.config, process, processes
         )
 
     def reset(self, device: torch.device) -> None:
@@ -133,14 +133,10 @@ class ImageEvaluator(Evaluator):
 
 
 class ClassificationEvaluator(ImageEvaluator):
-    """Evaluates classifiers on one data set.
+    """Evaluates classifiers on one data set; see ImageEvaluator.
 
     Args:
-        source: The images.
-        spec: The model's input.
-        config: How the images are read.
         num_classes: Width of the model's head.
-        labels: For each class of the source, that of the model; None = they are the same.
         classes: Names of the model's classes; None = their indices.
     """
 

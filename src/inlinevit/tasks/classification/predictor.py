@@ -19,11 +19,12 @@ from ...engine.predictor import Predictor
 from ...engine.results import ClassProbability, shorten_list
 from ...engine.runs import RUN_CONFIG, Run, has_config, open_run
 from ...models._weight_files import read_state_dict, require_finite
+from ...models.factory import check_model_name, classes_of_weights
 from ...utils.memory import require_memory_for_images
-from ...utils.validation import require
+from ...utils.validation import has_type, require
 from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
 from .metrics import ClassificationEvaluator
-from .model import build_model, channels_of_weights, check_model_name, classes_of_weights
+from .model import build_model, channels_of_weights
 from .transforms import InputSpec, evaluation_transform, input_spec
 
 CLASSES_JSON = "classes.json"
@@ -61,6 +62,23 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
         inputs = torch.stack([transform(image) for image in images])
         return self.model(inputs.to(device)).float().cpu()
 
+    def ranked(self, probabilities: Tensor, top: int, threshold: float = 0.0) -> list[list[ClassProbability] | None]:
+        """Return the most probable classes of images, the most probable first; None where a value is not finite.
+
+        Args:
+            probabilities: (images, classes).
+            top: The largest number of classes of an image.
+            threshold: Classes with lower probabilities are left out.
+        """
+        names = self.readable_classes()
+        results: list[list[ClassProbability] | None] = []
+        for values, indices in zip(*probabilities.topk(min(top, len(names)), dim=1), strict=True):
+            is_kept = values >= threshold
+            chosen = zip(values[is_kept].tolist(), indices[is_kept].tolist(), strict=True)
+            classes = [ClassProbability(names[index], index, round(value, DIGITS)) for value, index in chosen]
+            results.append(classes if bool(values.isfinite().all()) else None)
+        return results
+
     def description(self, options: Any) -> str:
         return f"{self.name}, {self.spec.size} × {self.spec.size} pixels"
 
@@ -79,16 +97,7 @@ class ClassificationPredictor(ImagePredictor):
         self, images: list[Image.Image], options: ClassificationPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
         """See Predictor.predict_images; the most probable classes, the most probable first."""
-        names = self.readable_classes()
-        probabilities = self.logits(images, device).softmax(dim=1)
-        values, indices = probabilities.topk(min(options.top, len(names)), dim=1)
-        ranked = zip(values.tolist(), indices.tolist(), values.isfinite().all(dim=1).tolist(), strict=True)
-        return [
-            [ClassProbability(names[i], i, round(share, DIGITS)) for share, i in zip(row, chosen, strict=True)]
-            if is_finite
-            else None
-            for row, chosen, is_finite in ranked
-        ]
+        return self.ranked(self.logits(images, device).softmax(dim=1), options.top)
 
     def make_evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
         """See Predictor.evaluator; the classes of the images are matched by name."""
@@ -99,12 +108,7 @@ class ClassificationPredictor(ImagePredictor):
 
 
 def check_batch_memory(spec: InputSpec, batch_size: int) -> None:
-    """Refuse batches that do not fit into memory.
-
-    Args:
-        spec: The model's input.
-        batch_size: Images in a batch.
-    """
+    """Refuse batches of images that do not fit into memory."""
     remedy = "choose a smaller batch_size" if batch_size > 1 else "choose a smaller img_size"
     require_memory_for_images(batch_size, len(spec.mean), spec.size, spec.size, remedy)
 
@@ -148,7 +152,7 @@ def load_classifier(
         checkpoint: With a name, the file of its weights; None = the published ones are downloaded. With a run, "best"
             for its best checkpoint, the folder of another one, or a file; None = the final weights.
         img_size: Side of its input; None = what it was trained for.
-        crop_pct: Share of an image's side that it sees; None = what it was trained for.
+        crop_pct: Side of the centre crop, relative to the image's; None = what it was trained for.
     """
     run = find_classification_run(model)
     classes: list[str] | None = None
@@ -207,8 +211,7 @@ def find_classification_run(model: str) -> Run[ClassificationConfig] | None:
 
 def parse_classes(content: Any) -> list[str] | None:
     """Return the class names that a run has stored; None if it did not know them."""
-    if content is not None and not (isinstance(content, list) and all(isinstance(name, str) for name in content)):
-        raise ValueError("it is not a list of class names")
+    require(has_type(content, list[str] | None), "it is not a list of class names")
     return content
 
 

@@ -1,4 +1,4 @@
-"""WebDataset: labelled images in tar files ("shards") that are read in a row.
+"""WebDataset: labelled images in tar files ("shards") that are read sequentially.
 
 Names of shards come out of folders and files that others have made. webdataset would take some of them for commands or
 addresses (`pipe:…`, `http:…`), so it never gets a name: shards are local files, checked and opened here.
@@ -10,6 +10,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -17,9 +18,10 @@ from PIL import Image
 
 from ...data.images import open_image
 from ...utils.files import is_inside, open_regular, read_json
+from ...utils.validation import has_type
 from .splits import SplitRequest, spellings
 
-# Endings of the images in a shard, and of the file with the label beside each.
+# Extensions of the images in a shard, and of the file with the label beside each.
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 LABEL_KEY = "cls"
 # Where timm keeps the lengths of shards.
@@ -31,14 +33,9 @@ TAR_ERRORS = (tarfile.TarError, EOFError, MemoryError, OverflowError, RecursionE
 
 
 class ShardSource:
-    """The shards of one part of a data set.
+    """The shards of one split of a data set, and how many images of each to use."""
 
-    Args:
-        shards: Their files.
-        lengths: How many images of each to use.
-    """
-
-    # A label is a number, and nothing tells the name of its class.
+    # Labels are numbers: the names of their classes are not known.
     classes: list[str] | None = None
 
     def __init__(self, shards: Sequence[str], lengths: Sequence[int]) -> None:
@@ -47,13 +44,13 @@ class ShardSource:
     def __len__(self) -> int:
         return sum(self.lengths)
 
-    def thinned(self, count: int) -> "ShardSource":
-        """So many of the images, at most: the first of each shard."""
+    def subset(self, count: int) -> "ShardSource":
+        """Return at most this number of images: the first of each shard."""
         total = max(1, len(self))
         return ShardSource(self.shards, [min(length, length * count // total) for length in self.lengths])
 
     def read(self, shard: int) -> Iterator[dict[str, Any]]:
-        """The images of a shard in their order, undecoded: dictionaries of what lies under one name.
+        """Yield the images of a shard in their order, undecoded: the contents of files with one name, by extension.
 
         Raises:
             OSError: It cannot be opened, or it is not a regular file.
@@ -74,11 +71,7 @@ class ShardSource:
 
 
 class ShardImages:
-    """Some images of shards, in memory: an ImageSource.
-
-    Args:
-        stored: What ShardSource.read gave.
-    """
+    """An ImageSource of images of shards that are in memory, as ShardSource.read yields them."""
 
     classes: list[str] | None = None
 
@@ -104,7 +97,7 @@ class ShardImages:
 
 
 def find_shards(place: str, request: SplitRequest, is_alone: bool) -> ShardSource:
-    """The shards of one split of a data set.
+    """Find the shards of one split of a data set.
 
     Args:
         place: Their folder, or their names as a brace pattern: data-{000..099}.tar.
@@ -148,14 +141,14 @@ def find_shards(place: str, request: SplitRequest, is_alone: bool) -> ShardSourc
 
 
 def _split_pattern(place: str) -> tuple[Path, str]:
-    """The folder of a brace pattern, up to the first brace, and the rest of it."""
+    """Return the folder of a brace pattern, up to the first brace, and the rest of it."""
     parts = PurePath(place).parts
     plain = next((index for index, part in enumerate(parts) if "{" in part), len(parts) - 1)
     return Path(*parts[:plain]), str(PurePath(*parts[plain:]))
 
 
 def _matching(folder: Path, pattern: str) -> list[str]:
-    """The shards in a folder that a brace pattern names."""
+    """Return the shards in a folder that a brace pattern names."""
     from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]
 
     if (folder / pattern).is_file():
@@ -168,12 +161,12 @@ def _matching(folder: Path, pattern: str) -> list[str]:
 
 
 def _found(folder: Path, pattern: str) -> list[str]:
-    """The shards in a folder that a glob pattern of ours finds."""
+    """Return the shards in a folder that match a glob pattern of ours."""
     return [_shard(folder, str(file.relative_to(folder))) for file in sorted(folder.glob(pattern))]
 
 
 def _shard(folder: Path, name: str) -> str:
-    """The path of a shard in a folder.
+    """Return the path of a shard in a folder.
 
     Raises:
         OSError: There is no such file, or it is not a regular one.
@@ -195,10 +188,10 @@ def _shard(folder: Path, name: str) -> str:
 
 
 def _splits_of_names(folder: Path, shards: Sequence[str]) -> set[str]:
-    """The splits that folders and the names of shards tell: val of val-000.tar and of val/000.tar."""
+    """Return the splits in the names of folders and shards: val of val-000.tar and of val/000.tar."""
     by_folder = {file.parent.name for file in folder.glob("*/*.tar")}
     stems = {re.sub(r"[-_.]?\d+$", "", Path(shard).stem) for shard in shards}
-    # Shards may be called anything: only known words tell that they are of different splits.
+    # Shards may have any name: only known words show that they are of different splits.
     divided = any(set(re.split(r"[-_.]", stem.lower())) & _SPLIT_WORDS for stem in stems)
     return by_folder | {stem for stem in stems if stem and divided}
 
@@ -207,7 +200,7 @@ _SPLIT_WORDS = {word for name in ("train", "validation", "test") for word in spe
 
 
 def _read_info(folder: Path) -> dict[str, tuple[list[str], list[Any]]]:
-    """The names and lengths of shards by split, as timm keeps them in a file; nothing if there is no such file."""
+    """Read the names and lengths of shards by split from timm's file; empty if there is no such file."""
     file = next((folder / name for name in INFO_NAMES if (folder / name).exists()), None)
     if file is None:
         return {}
@@ -215,29 +208,25 @@ def _read_info(folder: Path) -> dict[str, tuple[list[str], list[Any]]]:
         content = read_json(file)
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}): correct or remove it") from error
-    splits = content.get("splits") if isinstance(content, dict) else None
-    if not isinstance(splits, dict):
+    splits: Any = content.get("splits") if isinstance(content, dict) else None
+    if not has_type(splits, dict[str, dict[str, Any]]):
         raise ValueError(f"{file} has no record of splits: correct or remove it")
-    found: dict[str, tuple[list[str], list[Any]]] = {}
-    for name, split in splits.items():
-        names, lengths = (split.get(key) if isinstance(split, dict) else None for key in ("filenames", "shard_lengths"))
-        if not isinstance(names, list) or not isinstance(lengths, list) or len(names) != len(lengths):
+    found = {name: (split.get("filenames"), split.get("shard_lengths")) for name, split in splits.items()}
+    for name, (names, lengths) in found.items():
+        if not has_type(names, list[str]) or not has_type(lengths, list[Any]) or len(names) != len(lengths):
             raise ValueError(
-                f"{file} does not give as many filenames as shard_lengths for its split {name!r}: correct or remove it"
+                f"{file} should list as many filenames as shard_lengths for its split {name!r}: correct or remove it"
             )
-        if not all(isinstance(shard, str) for shard in names):
-            raise ValueError(f"{file} has a filename of its split {name!r} that is not a text: correct or remove it")
-        found[name] = names, lengths
     return found
 
 
 def _listed_shards(folder: Path, split: str, names: Sequence[str], lengths: Sequence[Any]) -> ShardSource:
-    """The shards of a split, as the folder's file lists them."""
+    """Return the shards of a split, as the folder's file lists them."""
     shards = [_shard(folder, shard) for shard in names]
     for shard, length in zip(shards, lengths, strict=True):
-        # An image takes a header and a block of content at least. True is an int, too.
+        # An image takes a header and a block of content at least.
         most = Path(shard).stat().st_size // (2 * tarfile.BLOCKSIZE)
-        if type(length) is not int or not 0 <= length <= most:
+        if not has_type(length, int) or not 0 <= length <= most:
             raise ValueError(
                 f"{INFO_NAMES[0]} gives {length!r:.50} images for {shard} of its split {split!r}, which is not a whole "
                 f"number from 0 to {most}, as many as the file can hold: correct or remove it"
@@ -246,21 +235,17 @@ def _listed_shards(folder: Path, split: str, names: Sequence[str], lengths: Sequ
 
 
 def _counted(shards: list[str]) -> ShardSource:
-    """Shards whose lengths are found by reading the names in them."""
-    return ShardSource(shards, [_count_images(shard) for shard in shards])
-
-
-def _count_images(shard: str) -> int:
-    """How many samples of a shard have an image, by the names of its files."""
-    from webdataset.tariterators import base_plus_ext
-
-    names = (base_plus_ext(item.name) for item in list_files(Path(shard)))
-    samples = groupby((name for name in names if name[0] is not None), key=lambda name: name[0])
-    return sum(any(ending.lower() in IMAGE_KEYS for _, ending in files) for _, files in samples)
+    """Return shards whose lengths are found by reading the names in them."""
+    lengths = []
+    for shard in shards:
+        with open_regular(shard) as stream:
+            samples = (files for _, files in _grouped(stream, shard))
+            lengths.append(sum(any(key in IMAGE_KEYS for key, _ in files) for files in samples))
+    return ShardSource(shards, lengths)
 
 
 def list_files(file: Path) -> list[tarfile.TarInfo]:
-    """All but the folders in a tar file that is not compressed.
+    """Return all but the folders in a tar file that is not compressed.
 
     Raises:
         OSError: It cannot be opened, or it is not a regular file.
@@ -271,12 +256,12 @@ def list_files(file: Path) -> list[tarfile.TarInfo]:
 
 
 def is_plain_file(item: tarfile.TarInfo) -> bool:
-    """Whether something in a tar file is a regular file whose content lies there as it is, without holes."""
+    """Whether something in a tar file is a regular file that is not sparse."""
     return item.isreg() and not item.issparse()
 
 
 def _members(stream: BinaryIO, name: str) -> Iterator[tarfile.TarInfo]:
-    """All but the folders in a tar file, in their order; `name` is for messages."""
+    """Yield all but the folders in a tar file, in their order; `name` is for messages."""
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     try:
@@ -298,30 +283,29 @@ def _members(stream: BinaryIO, name: str) -> Iterator[tarfile.TarInfo]:
         ) from error
 
 
-def _samples(stream: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
-    """What lies under one name in a shard, in the order of the shard: __key__, __url__, and contents by ending.
-
-    Args:
-        stream: The shard.
-        name: What it is called.
-    """
-    # How webdataset divides names.
+def _grouped(stream: BinaryIO, name: str) -> Iterator[tuple[str, Iterator[tuple[str, tarfile.TarInfo]]]]:
+    """Yield the samples of a shard: the name that files have in common, and these files by extension."""
     from webdataset.tariterators import base_plus_ext
 
     named = ((*base_plus_ext(item.name), item) for item in _members(stream, name))
-    for key, files in groupby((each for each in named if each[0] is not None), key=lambda each: each[0]):
+    for key, files in groupby((each for each in named if each[0] is not None), key=itemgetter(0)):
+        yield key, ((extension.lower(), item) for _, extension, item in files)
+
+
+def _samples(stream: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a shard called `name`: __key__, __url__, and contents by extension."""
+    for key, files in _grouped(stream, name):
         sample: dict[str, Any] = {"__key__": key, "__url__": name}
-        for _, ending, item in files:
-            ending = ending.lower()
-            if ending in sample:
-                raise ValueError(f"{name} has two files called {key}.{ending}: pack it again, with one of them")
-            if ending in IMAGE_KEYS or ending == LABEL_KEY:
-                sample[ending] = _content(stream, item)
+        for extension, item in files:
+            if extension in sample:
+                raise ValueError(f"{name} has two files called {key}.{extension}: pack it again, with one of them")
+            if extension in IMAGE_KEYS or extension == LABEL_KEY:
+                sample[extension] = _content(stream, item)
         yield sample
 
 
 def _content(stream: BinaryIO, item: tarfile.TarInfo) -> bytes:
-    """The content of a file in a tar file; a link or the like has none, hence cannot be used."""
+    """Return the content of a file in a tar file; a link or the like has none, hence cannot be used."""
     if not is_plain_file(item):
         return b""
     position = stream.tell()

@@ -25,17 +25,10 @@ from .shards import ShardSource, find_shards, is_plain_file, list_files
 from .splits import EVALUATION_NAMES, SPELLINGS, TRAINING_NAMES, SplitRequest, spellings
 
 FASHION_MNIST_CLASSES = [
-    "T-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
-]
+    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+]  # fmt: skip
+# A folder with so many files before the first image is not a data set: / and home folders have millions.
+MOST_OTHER_FILES = 100_000
 # Splits of torchvision's data sets by the spellings that timm maps to them; any other name must be one of theirs.
 TORCHVISION_SPLITS = {
     "imagenet": ("train", "val"),
@@ -50,32 +43,25 @@ TORCHVISION_FOLDERS = ("image_folder", "folder")
 class ImageSource(Protocol):
     """Labelled images with random access. Reading must work in forked and in spawned processes."""
 
-    # Names of the classes, by label; None if they are not known.
-    classes: list[str] | None
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the classes, by label; None if they are not known."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of images."""
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """An image, as it is in its file, and its label; any error means that the image cannot be used."""
+        """Return an image, not yet decoded, and its label; any error means that the image cannot be used."""
 
     def name(self, index: int) -> str:
-        """What to call an image that makes trouble."""
+        """Return the name of an image, for messages."""
 
 
 class ArraySource:
-    """Grey images in memory.
-
-    Args:
-        images: (images, height, width), bytes.
-        labels: (images,).
-        classes: Names of the classes.
-        title: What to call the data set.
-    """
+    """Grey images in memory, (images, height, width), with their labels, (images,); the title is for messages."""
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.uint8], classes: list[str], title: str) -> None:
-        self.images, self.labels, self.title = images, labels, title
-        self.classes: list[str] | None = classes
+        self.images, self.labels, self.classes, self.title = images, labels, classes, title
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -91,75 +77,65 @@ class FolderSource:
     """A folder of class folders, in timm's order: the name of an image's folder is its class.
 
     What has the name of an image, but is not a regular file, is one of the images, and cannot be used when it is read.
-
-    Args:
-        folder: The folder.
     """
 
     def __init__(self, folder: Path) -> None:
         named = sorted(_class_images(folder), key=lambda item: natural_key(item[0]))
-        classes = sorted({name for _, name in named}, key=natural_key)
-        _require_class_folders(folder, classes, [file for file, _ in named])
-        numbers = {name: label for label, name in enumerate(classes)}
-        self.files = [(file, numbers[name]) for file, name in named]
-        self.classes: list[str] | None = classes
+        self.files = [file for file, _ in named]
+        self.classes, self.labels = _class_labels(folder, self.files, [name for _, name in named])
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        file, label = self.files[index]
-        return open_image(file), label
+        return open_image(self.files[index]), self.labels[index]
 
     def name(self, index: int) -> str:
-        return str(self.files[index][0])
+        return self.files[index]
 
 
 def _class_images(folder: Path) -> Iterator[tuple[str, str]]:
-    """The files in a folder that are named as images are, at any depth, each with the name of its folder."""
-    endings = image_extensions()
+    """Yield the files in a folder that are named as images are, at any depth, each with the name of its folder."""
+    extensions = image_extensions()
+    entries_seen, has_images = 0, False
     # Links are followed, but a folder is not entered again from inside of itself.
     pending = [(str(folder), "", frozenset[tuple[int, int]]())]
     while pending:
-        place, name, around = pending.pop()
+        place, name, parents = pending.pop()
         status = os.stat(place)
         identity = status.st_dev, status.st_ino
-        if identity in around:
+        if identity in parents:
             continue
         with os.scandir(place) as entries:
             for entry in entries:
-                is_image = os.path.splitext(entry.name)[1].lower() in endings
-                if not entry.is_dir():
-                    if is_image:
-                        yield entry.path, name
-                elif is_image and name and not any(os.scandir(entry.path)):
-                    # No class, but something that was to be an image.
+                is_image = os.path.splitext(entry.name)[1].lower() in extensions
+                # An empty folder with the name of an image is not a class.
+                if entry.is_dir() and not (is_image and name and not any(os.scandir(entry.path))):
+                    pending.append((entry.path, entry.name, parents | {identity}))
+                elif is_image:
+                    has_images = True
                     yield entry.path, name
-                else:
-                    pending.append((entry.path, entry.name, around | {identity}))
+                entries_seen += 1
+                if not has_images and entries_seen > MOST_OTHER_FILES:
+                    raise ValueError(
+                        f"{folder} holds no image among its first {MOST_OTHER_FILES} files: name a folder that holds a "
+                        "folder of images for each class"
+                    )
 
 
 class TarSource:
-    """A tar file of class folders. Images are read where they lie in it, and nothing stays open.
-
-    Args:
-        file: The tar file, not compressed.
-    """
+    """A tar file of class folders, not compressed. Images are read from where they are in it; nothing stays open."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        endings = image_extensions()
-        members = [item for item in list_files(file) if os.path.splitext(item.name)[1].lower() in endings]
+        extensions = image_extensions()
+        members = [item for item in list_files(file) if os.path.splitext(item.name)[1].lower() in extensions]
         members.sort(key=lambda item: natural_key(item.name))
         self.names = [item.name for item in members]
         places = [(item.offset_data, item.size if is_plain_file(item) else -1) for item in members]
         self.offsets = np.array(places, np.int64).reshape(-1, 2)
         folders = [os.path.basename(os.path.dirname(os.path.normpath(name))) for name in self.names]
-        classes = sorted(set(folders), key=natural_key)
-        _require_class_folders(file, classes, self.names)
-        numbers = {name: label for label, name in enumerate(classes)}
-        self.labels = np.array([numbers[folder] for folder in folders], np.int64)
-        self.classes: list[str] | None = classes
+        self.classes, self.labels = _class_labels(file, self.names, folders)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -171,27 +147,26 @@ class TarSource:
         with open_regular(self.file) as stream:
             stream.seek(offset)
             content = stream.read(size)
-        return open_image(io.BytesIO(content)), int(self.labels[index])
+        return open_image(io.BytesIO(content)), self.labels[index]
 
     def name(self, index: int) -> str:
         return f"{self.names[index]} in {self.file}"
 
 
-def _require_class_folders(path: Path, classes: list[str], names: list[str]) -> None:
-    """Refuse images that lie in no class folder, and places without images."""
-    if not classes:
+def _class_labels(path: Path, names: list[str], folders: list[str]) -> tuple[list[str], list[int]]:
+    """Return the classes in timm's order, and the label of each image; `folders` are their class folders, or ""."""
+    if not names:
         raise ValueError(f"{path} holds no images: it should hold a folder of images for each class")
-    if "" in classes:
-        loose = next(name for name in names if Path(name).parent in (path, Path()))
+    if "" in folders:
+        loose = names[folders.index("")]
         raise ValueError(f"{path} holds images without a class, such as {loose}: put each into the folder of its class")
+    classes = sorted(set(folders), key=natural_key)
+    labels = {name: label for label, name in enumerate(classes)}
+    return classes, [labels[folder] for folder in folders]
 
 
 class TorchvisionSource:
-    """A torchvision data set.
-
-    Args:
-        samples: The data set. If it reads image files, it does so by `open_image` from now on.
-    """
+    """A torchvision data set; its image files are read by `open_image`."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -199,7 +174,7 @@ class TorchvisionSource:
             samples.loader = open_image
         # Some have several names for a class.
         names = [name if isinstance(name, str) else ", ".join(name) for name in getattr(samples, "classes", ())]
-        self.classes: list[str] | None = names or None
+        self.classes = names or None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -217,15 +192,14 @@ class HuggingFaceSource:
 
     Args:
         samples: The data set.
-        title: What to call it.
-        folders: Where files that it names may lie. The paths of images come out of the data.
+        title: Its name, for messages.
+        folders: Folders whose files it may name: the paths of images come from the data.
     """
 
     def __init__(self, samples: Any, title: str, folders: Sequence[str]) -> None:
         import datasets
 
         self.folders = list(folders)
-
         kinds = samples.features
         images = [key for key, kind in kinds.items() if isinstance(kind, datasets.Image)]
         labels = [key for key, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
@@ -242,7 +216,7 @@ class HuggingFaceSource:
             self.image, datasets.Image(decode=False)
         )
         label = kinds[self.label]
-        self.classes: list[str] | None = list(label.names) if isinstance(label, datasets.ClassLabel) else None
+        self.classes = list(label.names) if isinstance(label, datasets.ClassLabel) else None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -250,16 +224,15 @@ class HuggingFaceSource:
     def read(self, index: int) -> tuple[Image.Image, int]:
         row = self.samples[index]
         stored, label = row[self.image], row[self.label]
-        if stored is None or label is None:
-            raise ValueError("it has no label" if stored else "it is empty")
+        if stored is None or (stored["bytes"] is None and stored["path"] is None):
+            raise ValueError("it is empty")
+        if label is None:
+            raise ValueError("it has no label")
         if stored["bytes"] is not None:
             return open_image(io.BytesIO(stored["bytes"])), int(label)
-        path = stored["path"]
-        if path is None:
-            raise ValueError("it is empty")
-        if not any(is_inside(path, folder) for folder in self.folders):
+        if not any(is_inside(stored["path"], folder) for folder in self.folders):
             raise ValueError("its path leads out of the data set")
-        return open_image(path), int(label)
+        return open_image(stored["path"]), int(label)
 
     def name(self, index: int) -> str:
         stored = self.samples[index][self.image]
@@ -267,49 +240,11 @@ class HuggingFaceSource:
         return f"image {index} of {self.title}" + (f" ({path})" if path else "")
 
 
-class RelabelledSource:
-    """Images of another source, with the labels that their classes have elsewhere.
-
-    Args:
-        source: The other source, which knows its classes.
-        classes: Names of the classes, by label.
-    """
-
-    def __init__(self, source: ImageSource, classes: Sequence[str]) -> None:
-        assert source.classes is not None
-        numbers = {name: label for label, name in enumerate(classes)}
-        unknown = [name for name in source.classes if name not in numbers]
-        if unknown:
-            raise ValueError(
-                f"the images for evaluation have {len(unknown)} classes that training does not know, such as "
-                f"{unknown[0]!r}: remove them, or name the right images with --data.eval_path"
-            )
-        self.source = source
-        self.labels = [numbers[name] for name in source.classes]
-        self.classes: list[str] | None = list(classes)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        image, label = self.source.read(index)
-        return image, self.labels[label] if 0 <= label < len(self.labels) else label
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-
 class SubsetSource:
-    """Some images of another source, evenly spread over it: where classes lie in a row, each gives its share.
-
-    Args:
-        source: The other source.
-        count: How many images to take.
-    """
+    """Evenly spaced images of another source: if they are sorted by class, each class keeps its proportion."""
 
     def __init__(self, source: ImageSource, count: int) -> None:
-        self.source, self.count = source, min(count, len(source))
-        self.classes = source.classes
+        self.source, self.count, self.classes = source, min(count, len(source)), source.classes
 
     def __len__(self) -> int:
         return self.count
@@ -324,6 +259,11 @@ class SubsetSource:
         return index * len(self.source) // self.count
 
 
+def take_subset(source: ImageSource | ShardSource, count: int) -> ImageSource | ShardSource:
+    """Return at most this number of images of a source."""
+    return source.subset(count) if isinstance(source, ShardSource) else SubsetSource(source, count)
+
+
 def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Path]]:
     """Return the files with several images, and the folders of class folders, that a source reads from."""
     if isinstance(source, ShardSource):
@@ -332,55 +272,52 @@ def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Pat
         return [str(source.file)], []
     if isinstance(source, FolderSource):
         # The folder of an image is its class; a folder beside it would become a class, too.
-        parents = {os.path.dirname(os.path.dirname(os.path.abspath(file))) for file, _ in source.files}
+        parents = {os.path.dirname(os.path.dirname(os.path.abspath(file))) for file in source.files}
         return [], [Path(os.path.commonpath(parents))]
-    if isinstance(source, RelabelledSource | SubsetSource):
-        return source_paths(source.source)
     return [], []
 
 
-def open_source(config: DataConfig, training: bool, classes: Sequence[str] | None = None) -> ImageSource | ShardSource:
-    """The labelled images of a data set.
+def match_labels(source: ImageSource | ShardSource, classes: Sequence[str] | None) -> list[int] | None:
+    """Return the training label of each class of the images for evaluation.
 
-    Args:
-        config: Where they are.
-        training: Whether those for training or those for evaluation.
-        classes: For evaluation, names of the classes by label; None = those of the images for training.
+    None = labels are used as they are, because the names of classes are not known.
     """
-    source = open_part(config, training)
-    if training:
-        if source.classes is not None and len(source.classes) < 2:
-            raise ValueError(
-                f"{config.path} holds one class ({source.classes[0]}): it should hold a folder of images for each "
-                "class, and at least two"
-            )
-        return source
-    if isinstance(source, ShardSource) or source.classes is None:
-        return source
-    if classes is None and config.eval_path is None and isinstance(source, ArraySource):
-        return source
-    if classes is None:
-        classes = open_part(config, training=True).classes
-    return source if classes is None or list(classes) == source.classes else RelabelledSource(source, classes)
+    if source.classes is None or classes is None:
+        return None
+    labels = {name: label for label, name in enumerate(classes)}
+    unknown = [name for name in source.classes if name not in labels]
+    if unknown:
+        raise ValueError(
+            f"the images for evaluation have {len(unknown)} classes that training does not know, such as "
+            f"{unknown[0]!r}: remove them, or name the right images with --data.eval_path"
+        )
+    return [labels[name] for name in source.classes]
 
 
-def open_part(config: DataConfig, training: bool) -> ImageSource | ShardSource:
-    """The images for training or for evaluation, with labels and classes just as they are found.
+def open_source(config: DataConfig, training: bool) -> ImageSource | ShardSource:
+    """Open the images for training or for evaluation, with labels and classes just as they are found.
 
     Raises:
         OSError: There are no such data.
-        ValueError: They have no such split, or cannot be read.
+        ValueError: They have no such split, or cannot be read; or the images for training have one class only.
     """
-    is_eval_path = not training and config.eval_path is not None
-    path = os.path.expanduser(config.path if training or config.eval_path is None else config.eval_path)
-    request = SplitRequest(config.train_split if training else config.eval_split, training)
+    source = _open_split(config, SplitRequest(config.train_split if training else config.eval_split, training))
+    if training and source.classes is not None and len(source.classes) < 2:
+        raise ValueError(
+            f"{config.path} holds one class ({source.classes[0]}): it should hold a folder of images for each "
+            "class, and at least two"
+        )
+    return source
+
+
+def _open_split(config: DataConfig, request: SplitRequest) -> ImageSource | ShardSource:
+    is_eval_path = not request.training and config.eval_path is not None
+    path = os.path.expanduser((config.eval_path if is_eval_path else None) or config.path)
     if path == "embedded":
         return embedded_fashion_mnist(request.of_two(path))
     if path.startswith("fashion-mnist:"):
         return fashion_mnist(Path(path.removeprefix("fashion-mnist:")), request.of_two(path))
     kind, _, name = path.partition("/")
-    if kind in ("hfds", "hfids", "wds") and not name and (kind != "wds" or config.root is None):
-        raise ValueError(f"{path} names no data: write {kind}/FOLDER" + (" or hfds/NAME" if kind == "hfds" else ""))
     if kind == "torch":
         return open_torchvision(path, config.root, request, is_eval_path)
     if kind == "hfds":
@@ -390,32 +327,38 @@ def open_part(config: DataConfig, training: bool) -> ImageSource | ShardSource:
     if kind == "wds":
         # Only the name itself may look like an address; joined with a folder, it would no longer.
         place = name if config.root is None else str(Path(config.root) / name)
-        return find_shards(place, request, training or is_eval_path)
+        return find_shards(place, request, request.training or is_eval_path)
     part = find_part(Path(path), request, is_eval_path)
     return FolderSource(part) if part.is_dir() else TarSource(part)
 
 
 def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
-    """The folder or tar file of one split of a data set; the path itself if it is not divided.
+    """Return the folder or tar file of one split of a data set; the path itself if it is not divided.
 
     Args:
         path: The data set.
-        request: Which split.
+        request: The split.
         is_eval_path: Whether the path was given for evaluation alone.
 
     Raises:
         FileNotFoundError: There is nothing at the path.
-        ValueError: There is no such split.
+        ValueError: There is no such split, or the path is the root of the file system.
     """
+    option = "--data.eval_path" if is_eval_path else "--data.path"
     if not path.exists():
-        option = "--data.eval_path" if is_eval_path else "--data.path"
         raise FileNotFoundError(f"no folder or file at {path}: check {option}")
-    found = _first_part(path, request.candidates())
-    if found is not None:
-        return found
-    splits = _parts(path) if path.is_dir() else []
+    if path.resolve() == Path(path.resolve().anchor):
+        raise ValueError(f"{path} is the root of the file system: name the folder of the data set with {option}")
+    for name in request.candidates():
+        if _has_folders(path / name):
+            return path / name
+        if (path / f"{name}.tar").is_file():
+            return path / f"{name}.tar"
+    items = sorted(path.iterdir()) if path.is_dir() else []
+    splits = [item.name for item in items if _has_folders(item)]
+    splits += [item.stem for item in items if item.suffix == ".tar" and item.is_file()]
     is_divided = any(split in TRAINING_NAMES + EVALUATION_NAMES for split in splits)
-    if is_divided or (splits and not request.fits_undivided):
+    if is_divided or (splits and request.name is not None):
         message = request.missing(str(path), splits)
         raise ValueError(message if request.training else f"{message}, or name other images with --data.eval_path")
     request.require_undivided(str(path))
@@ -426,25 +369,13 @@ def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
     )
 
 
-def _parts(path: Path) -> list[str]:
-    """The names of the splits that a folder may hold: folders of folders, and tar files."""
-    items = sorted(path.iterdir())
-    folders = [item.name for item in items if item.is_dir() and any(inner.is_dir() for inner in item.iterdir())]
-    return [*folders, *(item.stem for item in items if item.suffix == ".tar" and item.is_file())]
-
-
-def _first_part(path: Path, names: tuple[str, ...]) -> Path | None:
-    """The first tar file or folder of folders that has one of these names; a folder of images is a class."""
-    for name in names:
-        if (path / name).is_dir() and any(item.is_dir() for item in (path / name).iterdir()):
-            return path / name
-        if (path / f"{name}.tar").is_file():
-            return path / f"{name}.tar"
-    return None
+def _has_folders(path: Path) -> bool:
+    """Whether a path is a folder that holds folders, as a split does; a folder of images is a class."""
+    return path.is_dir() and any(item.is_dir() for item in os.scandir(path))
 
 
 def embedded_fashion_mnist(training: bool) -> ArraySource:
-    """The Fashion-MNIST images that come with this package: the first 10,000 for training, the first 2,000 for test."""
+    """Return the Fashion-MNIST images in this package: the first 10,000 for training, or the first 2,000 for test."""
     count, part = (10_000, "train") if training else (2_000, "test")
     packed = resources.files(__package__).joinpath("embedded", f"fashion_mnist_{part}.xz").read_bytes()
     content = np.frombuffer(lzma.decompress(packed), np.uint8)
@@ -453,7 +384,7 @@ def embedded_fashion_mnist(training: bool) -> ArraySource:
 
 
 def fashion_mnist(folder: Path, training: bool) -> ArraySource:
-    """The whole of Fashion-MNIST, from its four files as published."""
+    """Return the whole of Fashion-MNIST, from its four files as published."""
     part = "train" if training else "t10k"
     files = [folder / f"{part}-images-idx3-ubyte.gz", folder / f"{part}-labels-idx1-ubyte.gz"]
     missing = [str(file) for file in files if not file.is_file()]
@@ -461,7 +392,7 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
         raise FileNotFoundError(f"no {' and no '.join(missing)}: name the folder with Fashion-MNIST's four .gz files")
     try:
         images, labels = (np.frombuffer(gzip.decompress(read_bytes(file)), np.uint8) for file in files)
-        # The files begin with 16 and with 8 bytes that tell their shapes.
+        # The files begin with headers of 16 and of 8 bytes.
         images, labels = images[16:].reshape(-1, 28, 28), labels[8:]
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{files[0]} or {files[1].name} is damaged ({error}): download them again") from error
@@ -473,16 +404,9 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
 
 
 def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval_path: bool) -> TorchvisionSource:
-    """A torchvision data set that is on disk.
-
-    Args:
-        path: torch/NAME, as timm.data calls it.
-        root: Its folder.
-        request: Its split.
-        is_eval_path: Whether it was named for evaluation alone.
-    """
+    """Open a torchvision data set, torch/NAME, that is in the folder `root`; see find_part."""
     if root is None:
-        raise ValueError(f"{path} needs the folder that it lies in: name it with --data.root")
+        raise ValueError(f"{path} needs the folder that it is in: name it with --data.root")
     name = path.lower().split("/", 2)[-1]
     if name not in (*TORCHVISION_PAIRS, *TORCHVISION_SPLITS, *TORCHVISION_FOLDERS):
         raise ValueError(
@@ -515,12 +439,12 @@ def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval
 
 
 def open_huggingface(name: str, cache: str | None, request: SplitRequest) -> HuggingFaceSource:
-    """A Hugging Face data set, from a folder or from the hub. No code that comes with it is run.
+    """Open a Hugging Face data set, from a folder or from the hub. No code that comes with it is run.
 
     Args:
         name: Its folder, or its name on the hub.
         cache: Folder for what is downloaded and converted.
-        request: Its split; if it is not given, train or validation, however that is spelled.
+        request: Its split; if it is not given, train or validation in any spelling.
     """
     try:
         import datasets

@@ -34,18 +34,12 @@ from .predictor import (
     load_classifier,
 )
 from .shards import ShardSource
-from .sources import ImageSource, open_part, open_source, source_paths
+from .sources import ImageSource, match_labels, open_source, source_paths
 from .transforms import input_spec, training_transform
 
 
 class Teacher(nn.Module):
-    """A frozen model, and the loss of a student against its predictions.
-
-    Args:
-        config: Which model, and how to learn from it.
-        student: The model that learns; its images are what the teacher is given.
-        num_classes: Classes of both.
-    """
+    """A frozen model, and the loss of a student, whose images it gets, against its predictions."""
 
     scale: Tensor
     shift: Tensor
@@ -55,53 +49,49 @@ class Teacher(nn.Module):
         assert config.teacher is not None
         check_model_name(config.teacher)
         self.config = config
-        taught = ModelConfig(
+        inputs = input_spec(student)
+        model = ModelConfig(
             name=config.teacher,
-            img_size=input_spec(student).size,
+            img_size=inputs.size,
             in_chans=student.in_chans,
             drop_path_rate=0.0,
             pretrained=config.checkpoint is None,
             checkpoint=config.checkpoint,
         )
-        known = classes_of_model(taught)
+        known = classes_of_model(model)
         require(
             known == num_classes,
             f"the teacher {config.teacher} has {known} classes, but the data have {num_classes}: name the file "
             "of one that was trained on them with --distillation.checkpoint",
         )
-        self.model = build_model(taught, num_classes, new_head=False).eval().requires_grad_(False)
+        self.model = build_model(model, num_classes, new_head=False).eval().requires_grad_(False)
         # The student's images are normalised for the student; the teacher may expect another mean and std.
-        own, other = input_spec(taught), input_spec(student)
-        self.register_buffer("scale", _by_channel(other.std) / _by_channel(own.std), persistent=False)
-        shift = (_by_channel(other.mean) - _by_channel(own.mean)) / _by_channel(own.std)
-        self.register_buffer("shift", shift, persistent=False)
+        own = input_spec(model)
+        mean, std, own_mean, own_std = (
+            torch.tensor(values).view(-1, 1, 1) for values in (inputs.mean, inputs.std, own.mean, own.std)
+        )
+        self.register_buffer("scale", std / own_std, persistent=False)
+        self.register_buffer("shift", (mean - own_mean) / own_std, persistent=False)
 
     def forward(self, images: Tensor, logits: Tensor) -> Tensor:
-        """The loss of the student's logits (batch, classes) against the teacher's on the same images."""
+        """Return the loss of the student's logits (batch, classes) against the teacher's on the same images."""
         with torch.no_grad():
-            taught = self.model(images * self.scale + self.shift).float()
+            targets = self.model(images * self.scale + self.shift).float()
         if self.config.kind == "hard":
-            return F.cross_entropy(logits, taught.argmax(dim=1))
-        heat = self.config.temperature
-        student, teacher = F.log_softmax(logits / heat, dim=1), F.log_softmax(taught / heat, dim=1)
-        return heat**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-
-
-def _by_channel(values: tuple[float, ...]) -> Tensor:
-    return torch.tensor(values).view(-1, 1, 1)
+            return F.cross_entropy(logits, targets.argmax(dim=1))
+        temperature = self.config.temperature
+        student, teacher = (F.log_softmax(values / temperature, dim=1) for values in (logits, targets))
+        return temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
 class ImageTask(Task):
-    """A task with labels of whole images.
-
-    Args:
-        config: The run; it has `data`, `augment` and `model`.
-    """
+    """A task with labels of whole images; its config has `data`, `augment` and `model`."""
 
     train_source: ImageSource | ShardSource
-    # Width of the head; the labels of the training data are below num_labels.
+    # Width of the head.
     num_classes: int
-    num_labels: int
+    # Labels of the training data are below this: the number of classes, or of rows in a table of targets.
+    num_targets: int
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -119,7 +109,7 @@ class ImageTask(Task):
             self.train_source,
             self.transform,
             self.spec.mode,
-            self.num_labels,
+            self.num_targets,
             self.config.data,
             self.config.augment.repeats,
             self.config.run.seed,
@@ -138,8 +128,9 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
         self.batch_multiple = 2 if config.augment.mixes else 1
         self.train_source = open_source(config.data, training=True)
         self.classes = self.train_source.classes
-        self.eval_source = open_source(config.data, training=False, classes=self.classes)
-        self.num_classes = self.num_labels = config.model.num_classes or len(self.classes or ())
+        self.eval_source = open_source(config.data, training=False)
+        self.eval_labels = match_labels(self.eval_source, self.classes)
+        self.num_classes = self.num_targets = config.model.num_classes or len(self.classes or ())
         if self.num_classes == 0:
             raise ValueError(f"{config.data.path} does not name its classes: set --model.num_classes")
         require(
@@ -166,11 +157,13 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
         loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         if self.teacher is None:
             return loss
-        share = self.config.distillation.weight
-        return (1 - share) * loss + share * self.teacher.to(images.device)(images, logits)
+        weight = self.config.distillation.weight
+        return (1 - weight) * loss + weight * self.teacher.to(images.device)(images, logits)
 
     def make_evaluator(self) -> ClassificationEvaluator:
-        return ClassificationEvaluator(self.eval_source, self.spec, self.config.data, self.num_classes)
+        return ClassificationEvaluator(
+            self.eval_source, self.spec, self.config.data, self.num_classes, labels=self.eval_labels
+        )
 
     def metadata(self) -> dict[str, Any]:
         return {CLASSES_JSON: self.classes}
@@ -182,7 +175,7 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
 
     @classmethod
     def open_eval_data(cls, config: DataConfig, run: Any, options: Any) -> EvalData:
-        source = open_part(config, training=False)
+        source = open_source(config, training=False)
         return EvalData(config, source, config.path, *source_paths(source))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From an image to what a model sees: the same for training, evaluation and prediction, but for augmentation."""
+"""From an image to the input of a model: the same for training, evaluation and prediction, but for augmentation."""
 
 import re
 from dataclasses import dataclass
@@ -13,29 +13,15 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor
 from torchvision import transforms
 
-from ...utils.validation import Range, require
+from ...utils.validation import FRACTION, Range, require
 from .config import AugmentConfig, ModelConfig
 
-# The parts of timm's policies, by name, with their numbers; timm passes over others without a word.
-AUTO_AUGMENT = {"mstd": Range(0, 1000)}
+# The parts of timm's policies, by name, with their numbers; timm ignores others without a warning.
+LEVEL, COUNT, STD = Range(0, 100), Range(1, 100), Range(0, 1000)
 POLICIES = {
-    "rand": {
-        "m": Range(0, 100),
-        "n": Range(1, 100),
-        "p": Range(0, 1),
-        "mstd": Range(0, 1000),
-        "mmax": Range(1, 100),
-        "inc": Range(0, 1),
-    },
-    "augmix": {
-        "m": Range(0, 100),
-        "w": Range(1, 100),
-        "d": Range(1, 100),
-        "a": Range(0.001, 1000),
-        "b": Range(0, 1),
-        "mstd": Range(0, 1000),
-    },
-    **dict.fromkeys(("original", "originalr", "v0", "v0r", "3a"), AUTO_AUGMENT),
+    "rand": {"m": LEVEL, "n": COUNT, "p": FRACTION, "mstd": STD, "mmax": COUNT, "inc": FRACTION},
+    "augmix": {"m": LEVEL, "w": COUNT, "d": COUNT, "a": Range(0.001, 1000), "b": FRACTION, "mstd": STD},
+    **{name: {"mstd": STD} for name in ("original", "originalr", "v0", "v0r", "3a")},
 }
 # Parts whose numbers need not be whole.
 FRACTIONS = ("p", "mstd", "a")
@@ -45,15 +31,15 @@ TRANSFORM_SETS = ("weights", "3aw", "3a")
 
 @dataclass
 class InputSpec:
-    """What a model wants to see.
+    """The input of a model.
 
     Attributes:
         size: Side of its square input.
         mean: By channel.
         std: By channel.
         interpolation: How images are resized.
-        crop_pct: Share of an image's side that evaluation sees.
-        crop_mode: timm's word for how evaluation crops: center, squash or border.
+        crop_pct: Side of the centre crop for evaluation, relative to the image's.
+        crop_mode: timm's name of how evaluation crops: center, squash or border.
     """
 
     size: int
@@ -65,46 +51,36 @@ class InputSpec:
 
     @property
     def mode(self) -> str:
-        """Pillow's word for the colours: RGB, or L for grey."""
+        """Pillow's name of the colour mode: RGB, or L for grey."""
         return "L" if len(self.mean) == 1 else "RGB"
 
 
 def input_spec(config: ModelConfig) -> InputSpec:
-    """What the model of a configuration wants to see: what it was made for, where the configuration is silent."""
+    """Return the input of a model: what it was made for, unless the configuration says otherwise."""
     made_for = get_pretrained_cfg(config.name)
     asked = {"in_chans": config.in_chans, "crop_pct": config.crop_pct, "img_size": config.img_size}
     spec = resolve_data_config(asked, pretrained_cfg=made_for.to_dict() if made_for else {})
     if config.in_chans == 1:
         spec.update(mean=(0.5,), std=(0.5,))
-    return InputSpec(
-        size=spec["input_size"][-1],
-        mean=tuple(spec["mean"]),
-        std=tuple(spec["std"]),
-        interpolation=spec["interpolation"],
-        crop_pct=spec["crop_pct"],
-        crop_mode=spec["crop_mode"],
-    )
+    mean, std = tuple(spec["mean"]), tuple(spec["std"])
+    return InputSpec(spec["input_size"][-1], mean, std, spec["interpolation"], spec["crop_pct"], spec["crop_mode"])
 
 
 class Normalized:
-    """From an image to a normalised tensor (channels, height, width), as torchvision does it in five steps.
-
-    Args:
-        spec: What the model wants to see.
-    """
+    """From an image to a normalised tensor (channels, height, width), as torchvision's ToTensor and Normalize."""
 
     def __init__(self, spec: InputSpec) -> None:
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """The image's tensor."""
+        """Return the image's tensor."""
         pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
         values = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
         return values.div_(255).sub_(self.mean).div_(self.std)
 
 
 def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
-    """timm's augmentation of a training image."""
+    """Return timm's augmentation of training images."""
     if augment.auto_augment is not None:
         check_policy(augment.auto_augment)
     require(
@@ -112,30 +88,24 @@ def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
         f"augment.crop_padding is {augment.crop_padding}, but images have {spec.size} pixels along a side: choose at "
         "most as many, or crops would show nothing",
     )
-    try:
-        transform = create_transform(
-            spec.size,
-            is_training=True,
-            scale=augment.scale,
-            ratio=augment.ratio,
-            hflip=augment.hflip,
-            # None takes no time, where 0 would be carried out; timm's types do not know it.
-            color_jitter=cast(float, augment.color_jitter or None),
-            auto_augment=augment.auto_augment,
-            interpolation=spec.interpolation,
-            mean=spec.mean,
-            std=spec.std,
-            re_prob=augment.random_erasing,
-            re_mode=augment.random_erasing_mode,
-        )
-    except (AssertionError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"timm has no augmentation called {augment.auto_augment!r}: set augment.auto_augment to one such as "
-            "rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or original, or to null"
-        ) from error
+    transform = create_transform(
+        spec.size,
+        is_training=True,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        # None takes no time, where 0 would be carried out; timm's types do not know it.
+        color_jitter=cast(float, augment.color_jitter or None),
+        auto_augment=augment.auto_augment,
+        interpolation=spec.interpolation,
+        mean=spec.mean,
+        std=spec.std,
+        re_prob=augment.random_erasing,
+        re_mode=augment.random_erasing_mode,
+    )
     steps = _with_own_normalization(transform.transforms, spec)
     for step in steps:
-        _mend_posterize(step)
+        _fix_posterize(step)
     if augment.scale is None:
         # Small images are not zoomed: a border, then a crop of the full size.
         steps[:1] = [transforms.Resize((spec.size, spec.size), transforms.InterpolationMode.BICUBIC)]
@@ -145,11 +115,7 @@ def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
 
 
 def check_policy(policy: str) -> None:
-    """Refuse a policy of timm's that has parts which timm would pass over, or numbers that make no sense.
-
-    Args:
-        policy: Such as rand-m9-mstd0.5-inc1: a name, then parts of letters and a number.
-    """
+    """Refuse a policy of timm's, such as rand-m9-mstd0.5-inc1, with parts that timm would ignore, or wrong numbers."""
     name, *parts = policy.split("-")
     if name not in POLICIES:
         raise ValueError(
@@ -180,7 +146,7 @@ def check_policy(policy: str) -> None:
 
 
 def evaluation_transform(spec: InputSpec) -> Any:
-    """The middle of an image, at the size of the model's input."""
+    """Return timm's transform for evaluation: resize and crop the centre."""
     transform = create_transform(
         spec.size,
         interpolation=spec.interpolation,
@@ -193,13 +159,13 @@ def evaluation_transform(spec: InputSpec) -> Any:
 
 
 def _with_own_normalization(steps: list[Any], spec: InputSpec) -> list[Any]:
-    """timm's steps with the last two, to a tensor and normalised, as one: for small images they take half the time."""
+    """Replace ToTensor and Normalize among timm's steps by Normalized: for small images, that takes half the time."""
     place = next(place for place, step in enumerate(steps) if isinstance(step, transforms.Normalize))
     return [*steps[: place - 1], Normalized(spec), *steps[place + 1 :]]
 
 
-def _mend_posterize(step: Any) -> None:
-    """See that timm's policies leave at least one bit of an image: Pillow refuses to leave none."""
+def _fix_posterize(step: Any) -> None:
+    """Have timm's policies leave at least one bit of an image: Pillow refuses to leave none."""
     policies = [*getattr(step, "ops", []), *(op for policy in getattr(step, "policy", []) for op in policy)]
     for op in policies:
         if isinstance(op, AugmentOp) and op.aug_fn is posterize:

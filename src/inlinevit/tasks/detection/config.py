@@ -10,15 +10,7 @@ from ...engine.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from ...utils.validation import (
-    MOST_CLASSES,
-    MOST_PIXELS,
-    Range,
-    check_fields,
-    check_shares,
-    check_value,
-    require,
-)
+from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
 from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
 
 
@@ -84,8 +76,7 @@ class DetectionAugmentConfig:
 
     def __post_init__(self) -> None:
         sides = dict.fromkeys(("min_sizes", "max_size", "jitter_size"), MOST_PIXELS)
-        check_fields(self, "augment", scale_jitter=100, **sides)
-        check_shares(self, "augment", "hflip", "copy_paste")
+        check_fields(self, "augment", scale_jitter=100, hflip=FRACTION, copy_paste=FRACTION, **sides)
         require(
             bool(self.min_sizes) and min(self.min_sizes) > 0, "augment.min_sizes should hold at least one side above 0"
         )
@@ -129,7 +120,7 @@ class DetectorConfig(BackboneConfig):
     box_detections_per_img: int = 100
     """Largest number of objects in an image."""
 
-    def most(self) -> dict[str, float]:
+    def most(self) -> dict[str, float | Range]:
         return {
             "num_classes": MOST_CLASSES,
             "min_size": MOST_PIXELS,
@@ -138,6 +129,8 @@ class DetectorConfig(BackboneConfig):
             "box_channels": 8192,
             "anchor_size": MOST_PIXELS,
             "box_batch_size_per_image": 10**6,
+            "box_score_thresh": FRACTION,
+            "box_nms_thresh": FRACTION,
             "box_detections_per_img": 10**6,
         }
 
@@ -153,7 +146,6 @@ class DetectorConfig(BackboneConfig):
         ):
             value = vars(self)[name]
             require(value > 0, f"model.{name} is {value}: it should be at least 1")
-        check_shares(self, "model", "box_score_thresh", "box_nms_thresh")
         require(self.num_classes is None or self.num_classes > 0, "model.num_classes should be at least 1")
         require(0 <= self.frozen_stages <= 4, f"model.frozen_stages is {self.frozen_stages}: there are 4 stages")
         require(

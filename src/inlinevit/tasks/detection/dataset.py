@@ -7,7 +7,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import ShuffledLoader, TrainLoader
-from ...data.samplers import GroupedSampler, ShardedSampler, check_one_batch
+from ...data.samplers import GroupedSampler, ShardedSampler
 from .coco import CocoSource
 from .config import DetectionAugmentConfig, DetectionDataConfig
 from .transforms import Sample, Transform, as_tensors, as_tv_tensors, paste_objects, training_transform
@@ -71,13 +71,10 @@ def make_train_loader(
     """
     samples = DetectionSamples(source, training_transform(augment), augment.copy_paste)
     order: ShardedSampler
-    shard = {"seed": seed, "process": plan.process, "processes": plan.processes}
     # All squares of large-scale jitter have the same size.
     if config.group_by_aspect and augment.scale_jitter is None:
         is_landscape = [int(source.aspect(index) >= 1) for index in range(len(source))]
-        total_batch = plan.initial_batch_size * plan.initial_processes
-        order = GroupedSampler(is_landscape, plan.batch_size, total_batch=total_batch, **shard)
+        order = GroupedSampler(is_landscape, plan, seed=seed)
     else:
-        order = ShardedSampler(len(source), plan.batch_size, **shard)
-    check_one_batch(len(order), len(source), plan.batch_size, plan.processes)
-    return ShuffledLoader(samples, order, workers=plan.workers, collate=collate)
+        order = ShardedSampler(len(source), plan, seed=seed)
+    return ShuffledLoader(samples, order, collate=collate)

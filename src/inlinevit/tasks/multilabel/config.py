@@ -31,9 +31,8 @@ class MultilabelLossConfig:
     """Probabilities of negatives below this do not count, for asymmetric."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "loss", gamma_neg=100, gamma_pos=100)
-        require(min(self.gamma_neg, self.gamma_pos) >= 0, "loss.gamma_neg and loss.gamma_pos should not be negative")
-        require(0 <= self.clip < 1, f"loss.clip is {self.clip}: it should be from 0 to below 1")
+        gamma, clip = Range(0, 100), Range(0, 1, below_most=True)
+        check_fields(self, "loss", gamma_neg=gamma, gamma_pos=gamma, clip=clip)
 
 
 @dataclass

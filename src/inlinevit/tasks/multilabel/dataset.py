@@ -21,24 +21,22 @@ Row = tuple[int, str, list[str]]
 
 
 class CsvSource:
-    """The images of a CSV file: an ImageSource whose labels are the numbers of rows.
+    """The images of a CSV file: an ImageSource whose labels are indices of rows of `targets`.
 
     Args:
         file: The CSV file.
         rows: The rows to use.
-        names: Names of the labels, by index; None = all that occur, sorted.
+        classes: Names of the labels; None = all that occur, sorted.
 
     Attributes:
-        targets: (rows, labels) 1 where a row has a label, else 0.
+        targets: (rows, classes) 1 where a row has a label, else 0.
     """
 
-    classes: list[str] | None = None
-
-    def __init__(self, file: Path, rows: Sequence[Row], names: Sequence[str] | None = None) -> None:
+    def __init__(self, file: Path, rows: Sequence[Row], classes: Sequence[str] | None = None) -> None:
         self.file, self.files = file, [image for _, image, _ in rows]
-        self.names = list(names) if names else sorted({label for _, _, labels in rows for label in labels})
-        indices = {name: index for index, name in enumerate(self.names)}
-        self.targets = torch.zeros(len(rows), len(self.names))
+        self.classes = list(classes) if classes else sorted({label for _, _, labels in rows for label in labels})
+        indices = {name: index for index, name in enumerate(self.classes)}
+        self.targets = torch.zeros(len(rows), len(self.classes))
         for number, (line, _, labels) in enumerate(rows):
             unknown = [label for label in labels if label not in indices]
             require(not unknown, f"{file}, line {line}: training does not know {shorten(unknown)}: correct the line")
@@ -54,14 +52,8 @@ class CsvSource:
         return self.files[index]
 
 
-def open_csv(config: MultilabelDataConfig, training: bool, names: Sequence[str] | None = None) -> CsvSource:
-    """Open the images for training or for evaluation.
-
-    Args:
-        config: Where they are.
-        training: Which of the two.
-        names: Names of the labels, by index; None = all that occur.
-    """
+def open_csv(config: MultilabelDataConfig, training: bool, classes: Sequence[str] | None = None) -> CsvSource:
+    """Open the images for training or for evaluation; see CsvSource."""
     wanted, option = (config.train_split, "train_split") if training else (config.eval_split, "eval_split")
     own = config.path if training else config.eval_path
     file, split = Path(own or config.path).expanduser(), wanted or ("train" if training else "val")
@@ -82,7 +74,7 @@ def open_csv(config: MultilabelDataConfig, training: bool, names: Sequence[str] 
         f"{file} has no column {SPLIT}: add it, or name the images for evaluation with --data.eval_path",
     )
     require(bool(rows), f"{file} has no images of the {SPLIT} {split}: add some, or choose with --data.{option}")
-    return CsvSource(file, rows, names)
+    return CsvSource(file, rows, classes)
 
 
 def parse_row(file: Path, line: int, record: dict[str, str]) -> Row:

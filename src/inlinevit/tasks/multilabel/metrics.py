@@ -43,70 +43,63 @@ class MultilabelEvaluation(Evaluation):
     """The result of an evaluation.
 
     Attributes:
-        names: The labels.
-        counts: (labels, 4) images by label: predicted and true, predicted and not true, true and not predicted, true.
-        average_precision: (labels,) 0 … 1; NaN for labels without images.
+        classes: The labels.
+        counts: (classes, 4) images by label: true positives, false positives, false negatives, support.
+        average_precision: (classes,) 0 … 1; NaN for labels without images.
         images: How many images were evaluated.
     """
 
     headings: ClassVar[dict[str, str]] = {"map": "mAP %", "f1": "F1 %"}
 
-    names: list[str]
+    classes: list[str]
     counts: Tensor
     average_precision: Tensor
     images: int
 
     def f1(self) -> Tensor:
-        """Return the F1 of each label, (labels,); NaN for labels without images."""
-        hits, false, missed, true = self.counts.double().unbind(dim=1)
-        return torch.where(true > 0, 2 * hits / (2 * hits + false + missed), math.nan)
+        """Return the F1 of each label, (classes,); NaN for labels without images."""
+        tp, fp, fn, support = self.counts.double().unbind(dim=1)
+        return torch.where(support > 0, 2 * tp / (2 * tp + fp + fn), math.nan)
 
     def numbers(self) -> dict[str, float]:
         """See Evaluation.numbers; means over the labels that occur."""
         return {"map": float(self.average_precision.nanmean()), "f1": float(self.f1().nanmean())}
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-        return self.names, {"AP": self.average_precision.tolist(), "F1": self.f1().tolist()}
+        return self.classes, {"AP": self.average_precision.tolist(), "F1": self.f1().tolist()}
 
     def per_class(self) -> list[dict[str, Any]]:
-        shares = self.average_precision.tolist(), self.f1().tolist()
+        columns = self.counts.tolist(), self.average_precision.tolist(), self.f1().tolist()
         return [
             {"label": name, "images": counts[3], "predicted": counts[0] + counts[1], **finite({"ap": ap, "f1": f1})}
-            for name, counts, ap, f1 in zip(self.names, self.counts.tolist(), *shares, strict=True)
+            for name, counts, ap, f1 in zip(self.classes, *columns, strict=True)
         ]
 
 
 class MultilabelEvaluator(ImageEvaluator):
-    """Evaluates multi-label models on one data set.
-
-    Args:
-        source: The images; its labels are those of the model.
-        spec: The model's input.
-        config: How the images are read.
-        threshold: Probability from which a label counts as predicted.
-    """
+    """Evaluates multi-label models on one data set; labels count as predicted from the threshold on."""
 
     def __init__(self, source: CsvSource, spec: InputSpec, config: MultilabelDataConfig, threshold: float) -> None:
         super().__init__(source, spec, config, len(source))
-        self.names, self.targets, self.threshold = source.names, source.targets, threshold
+        self.classes, self.targets, self.threshold = source.classes, source.targets, threshold
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
-        labels = len(self.names)
-        self.precision = MultilabelAveragePrecision(labels, average=None, validate_args=False).to(device)
-        self.scores = MultilabelStatScores(labels, self.threshold, average=None, validate_args=False).to(device)
+        num_labels = len(self.classes)
+        self.precision = MultilabelAveragePrecision(num_labels, average=None, validate_args=False).to(device)
+        self.scores = MultilabelStatScores(num_labels, self.threshold, average=None, validate_args=False).to(device)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """See ImageEvaluator.add; the labels are numbers of rows."""
+        """See ImageEvaluator.add; the labels are indices of rows of the targets."""
         probabilities, targets = logits.sigmoid(), self.targets[labels].long().to(self.device)
         self.precision.update(probabilities, targets)
         self.scores.update(probabilities, targets)
 
     def compute(self, accelerator: Accelerator) -> MultilabelEvaluation:
-        hits, false, negatives, missed, true = self.scores.compute().cpu().unbind(dim=1)
-        images = int((hits + false + negatives + missed)[0])
+        tp, fp, tn, fn, support = self.scores.compute().cpu().unbind(dim=1)
+        images = int((tp + fp + tn + fn)[0])
         self.require_images(images)
         with warnings.catch_warnings(action="ignore"):
-            precision = torch.where(true > 0, self.precision.compute().cpu().double(), math.nan)
-        counts = torch.stack([hits, false, missed, true], dim=1)
-        return MultilabelEvaluation(self.names, counts, precision, images)
+            precision = torch.where(support > 0, self.precision.compute().cpu().double(), math.nan)
+        counts = torch.stack([tp, fp, fn, support], dim=1)
+        return MultilabelEvaluation(self.classes, counts, precision, images)

@@ -13,7 +13,7 @@ from ...engine.runs import Run, open_run
 from ...utils.validation import require
 from .. import TASKS
 from ..classification.model import build_trained
-from ..classification.predictor import CLASSES_JSON, DIGITS, ImagePredictor, check_batch_memory, parse_classes
+from ..classification.predictor import CLASSES_JSON, ImagePredictor, check_batch_memory, parse_classes
 from ..classification.task import ImageTask
 from ..classification.transforms import input_spec
 from .config import MultilabelConfig, MultilabelDataConfig, MultilabelEvalOptions, MultilabelPredictOptions
@@ -29,13 +29,7 @@ class MultilabelPredictor(ImagePredictor):
         self, images: list[Image.Image], options: MultilabelPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
         """See Predictor.predict_images; labels with at least the threshold, the most probable first."""
-        names, results = self.readable_classes(), []
-        for row in self.logits(images, device).sigmoid():
-            order = row.argsort(descending=True)
-            chosen = [(int(index), float(row[index])) for index in order if row[index] >= options.threshold]
-            labels = [ClassProbability(names[index], index, round(share, DIGITS)) for index, share in chosen]
-            results.append(labels if bool(row.isfinite().all()) else None)
-        return results
+        return self.ranked(self.logits(images, device).sigmoid(), self.num_classes, options.threshold)
 
     def settings(self, options: MultilabelEvalOptions) -> dict[str, Any]:
         return {**super().settings(options), "threshold": options.threshold}
@@ -52,9 +46,9 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
     def __init__(self, config: MultilabelConfig) -> None:
         super().__init__(config)
         self.train_source: CsvSource = open_csv(config.data, training=True)
-        self.names, self.targets = self.train_source.names, self.train_source.targets
-        self.eval_source = open_csv(config.data, training=False, names=self.names)
-        self.num_classes, self.num_labels = len(self.names), len(self.train_source)
+        self.classes, self.targets = self.train_source.classes, self.train_source.targets
+        self.eval_source = open_csv(config.data, training=False, classes=self.classes)
+        self.num_classes, self.num_targets = len(self.classes), len(self.train_source)
         fits = self.num_classes > 0 and config.model.num_classes in (None, self.num_classes)
         require(fits, f"{config.data.path} has {self.num_classes} labels: model.num_classes should be as many")
         check_batch_memory(self.spec, min(config.data.batch_size, len(self.train_source)))
@@ -72,18 +66,18 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
         return MultilabelEvaluator(self.eval_source, self.spec, self.config.data, threshold=0.5)
 
     def metadata(self) -> dict[str, Any]:
-        return {CLASSES_JSON: self.names}
+        return {CLASSES_JSON: self.classes}
 
     @classmethod
     def open_eval_data(cls, config: MultilabelDataConfig, run: Run[Any] | None, options: Any) -> EvalData:
         assert run is not None
-        source = open_csv(config, training=False, names=run.metadata(CLASSES_JSON, parse_classes))
+        source = open_csv(config, training=False, classes=run.metadata(CLASSES_JSON, parse_classes))
         return EvalData(config, source, config.path, [source.file, *source.files])
 
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> MultilabelPredictor:
         run = open_run(MultilabelConfig, model or "")
-        names = run.metadata(CLASSES_JSON, parse_classes) or []
+        classes = run.metadata(CLASSES_JSON, parse_classes) or []
         config, file = run.config.model, str(run.weights(options.checkpoint))
-        trained = build_trained(config, file, len(names))
-        return MultilabelPredictor(trained, config.name, len(names), names, input_spec(config))
+        trained = build_trained(config, file, len(classes))
+        return MultilabelPredictor(trained, config.name, len(classes), classes, input_spec(config))

@@ -6,7 +6,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import ShuffledLoader, TrainLoader
-from ...data.samplers import ShardedSampler, check_one_batch
+from ...data.samplers import ShardedSampler
 from .ade import AdeSource
 from .config import SegmentationAugmentConfig
 from .transforms import Sample, Transform, as_tensors, as_tv_tensors, training_transform
@@ -39,7 +39,5 @@ def collate(samples: list[Sample]) -> Sample:
 
 def make_train_loader(source: AdeSource, augment: SegmentationAugmentConfig, seed: int, plan: BatchPlan) -> TrainLoader:
     """Return the batches (images, labels) of one process, in an order that the seed decides."""
-    order = ShardedSampler(len(source), plan.batch_size, seed=seed, process=plan.process, processes=plan.processes)
-    check_one_batch(len(order), len(source), plan.batch_size, plan.processes)
     samples = SegmentationSamples(source, training_transform(augment))
-    return ShuffledLoader(samples, order, workers=plan.workers, collate=collate)
+    return ShuffledLoader(samples, ShardedSampler(len(source), plan, seed=seed), collate=collate)
