@@ -1,15 +1,30 @@
 """Config of the backbone of a detector or segmenter; without torch, so that `--help` answers at once."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ..engine.config import TrainConfig
-from ..utils.validation import check_fields, require
+from ..utils.validation import Range, check_fields, check_value, require
+
+
+def check_ranges(config: Any, section: str, allowed: dict[str, Range]) -> None:
+    """Refuse fields of wrong types, and numbers that are out of range.
+
+    Args:
+        config: A dataclass.
+        section: Its name in recipes and options.
+        allowed: The range of each number, or of the numbers in a list.
+    """
+    check_fields(config, section)
+    for name, numbers in allowed.items():
+        check_value(f"{section}.{name}", vars(config)[name], Any, numbers)
 
 
 @dataclass
 class BackboneConfig:
     """A backbone and its initial weights."""
+
+    ranges: ClassVar[dict[str, Range]] = {"drop_path_rate": Range(0, 1, below_most=True)}
 
     backbone: str = "inline_pvt_tiny"
     """Any model of this library or of timm with features at strides 4, 8, 16 and 32."""
@@ -24,19 +39,11 @@ class BackboneConfig:
     up to there."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "model", **self.most())
-        require(
-            0 <= self.drop_path_rate < 1,
-            f"model.drop_path_rate is {self.drop_path_rate}: it should be from 0 to below 1",
-        )
+        check_ranges(self, "model", self.ranges)
         require(
             not self.pretrained or self.checkpoint is None,
             "model.pretrained and model.checkpoint both name initial weights: choose one of them",
         )
-
-    def most(self) -> dict[str, float]:
-        """The largest values of the fields that a task adds, by name."""
-        return {}
 
 
 def refuse_layer_decay(config: TrainConfig) -> None:

@@ -148,16 +148,6 @@ def test_what_is_said_is_done(
     assert outcome.confusion.tolist() == told["confusion"]
 
 
-def test_half_precision(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
-    short = SegmentationDataOptions(max_eval_samples=1)
-    evaluate_command(run, short, InferenceOptions(), output=str(tmp_path), precision="bf16")
-    assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
-    AcceleratorState._reset_state()
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="fp16 needs a GPU"):
-            evaluate_command(run, SegmentationDataOptions(), InferenceOptions(), precision="fp16")
-
-
 def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
     opened = open_run(SegmentationConfig, run)
     # By default those that the run has stored.
