@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
@@ -36,15 +34,7 @@ from inlinevit.tasks.detection.predictor import match_categories
 from inlinevit.tasks.detection.task import Detection
 from tests.tasks.detection.runs import make_run
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As many threads as other processes have: sums may depend on it. And no precision of an earlier test."""
-    AcceleratorState._reset_state()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

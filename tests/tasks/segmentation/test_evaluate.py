@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
@@ -39,14 +37,7 @@ UNCHANGED = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 WHOLE = InferenceConfig(min_size=None)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As many threads as other processes have: sums may depend on it. And no precision of an earlier test."""
-    AcceleratorState._reset_state()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

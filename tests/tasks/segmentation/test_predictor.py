@@ -22,11 +22,3 @@ def test_opening_a_run(options: dict[str, Any], tmp_path: Path) -> None:
     assert segmenter.config.inference.min_size == 48
     # Its own, not those of most backbones.
     assert segmenter.mean_std == ((0.5,) * 3, (0.5,) * 3)
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    make_run(run)
-    make_run(other, channels=128)
-    with pytest.raises(ValueError, match=r"does not hold the weights of this model .*: choose"):
-        load_segmenter(str(run), checkpoint=str(other / "model.safetensors"))

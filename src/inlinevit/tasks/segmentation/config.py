@@ -139,7 +139,7 @@ class InferenceOptions:
             # The run's stride belongs to its own windows.
             overrides.setdefault("stride", None)
         # The words "original" and "whole" stand for null.
-        plain = {name: None if isinstance(value, str) else value for name, value in overrides.items()}
+        plain: dict[str, Any] = {name: None if isinstance(value, str) else value for name, value in overrides.items()}
         return replace(inference, **plain)
 
 
