@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import timm
 import torch
 from accelerate.state import AcceleratorState
 
 from inlinevit.engine.evaluator import eval_command
 from inlinevit.tasks import TASKS
-from inlinevit.tasks.detection.config import DetectionDataConfig
-from inlinevit.tasks.segmentation.config import SegmentationDataConfig
 from tests import ROOT
-from tests.tasks.classification.test_evaluate import image_folder
-from tests.tasks.detection.conftest import draw_coco
-from tests.tasks.detection.runs import make_run as make_detection_run
-from tests.tasks.multilabel.test_multilabel import draw
-from tests.tasks.segmentation.runs import draw_data
-from tests.tasks.segmentation.runs import make_run as make_segmentation_run
+from tests.tasks.runs import MAKE
 
 # The number of images of each task: two processes have shares of different sizes.
 IMAGES = {"classification": 6, "multilabel": 5, "detection": 5, "segmentation": 5}
@@ -56,32 +47,11 @@ for name, entry in TASKS.items():
 """
 
 
-def make_image_run(folder: Path, path: Path, classes: list[str]) -> None:
-    """A run of classification or multi-label classification with random weights."""
-    folder.mkdir()
-    torch.manual_seed(0)
-    model = timm.create_model("test_vit", num_classes=len(classes), img_size=32)
-    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
-    config = f"model: {{name: test_vit, img_size: 32}}\ndata: {{path: {path}, batch_size: 2, workers: 0}}\n"
-    (folder / "config.yaml").write_text(config)
-    (folder / "classes.json").write_text(json.dumps(classes))
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A run of each task, with its data."""
-    image_folder(tmp_path / "images", ["ant", "bee"], images=3)
-    make_image_run(tmp_path / "classification_run", tmp_path / "images", ["ant", "bee"])
-    colors = [["red"], [], ["red", "blue"], ["green"], ["blue"]]
-    for number, labels in enumerate(colors):
-        draw(tmp_path / "labels" / f"{number}.png", labels, number)
-    lines = ["image,labels", *(f"{number}.png,{'|'.join(labels)}" for number, labels in enumerate(colors))]
-    (tmp_path / "labels" / "all.csv").write_text("\n".join(lines))
-    make_image_run(tmp_path / "multilabel_run", tmp_path / "labels" / "all.csv", ["blue", "green", "red"])
-    coco = DetectionDataConfig(path=str(draw_coco(tmp_path / "coco", {"train2017": 2, "val2017": 5})), workers=0)
-    make_detection_run(tmp_path / "detection_run", coco, box_score_thresh=0.0, box_detections_per_img=20)
-    draw_data(tmp_path / "ade", 5)
-    make_segmentation_run(tmp_path / "segmentation_run", SegmentationDataConfig(path=str(tmp_path / "ade"), workers=0))
+    for make in MAKE.values():
+        make(tmp_path)
     return tmp_path
 
 

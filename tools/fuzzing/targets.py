@@ -435,7 +435,7 @@ class Labels(Yaml):
     def run(self, path: Path) -> None:
         """Read the classes, and translate with them."""
         labels = read_labels(path)
-        values = [value for own in labels.values for value in own]
+        values = [value for one in labels.classes for value in one.values]
         indices = labels.to_indices(np.array([values]))
         assert set(indices.flatten().tolist()) == set(range(len(labels.classes)))
         assert labels.to_values(indices).shape == (1, len(values))
@@ -552,7 +552,6 @@ class Coco:
             assert target["boxes"].isfinite().all()
             assert target["masks"].shape == (count, image.height, image.width)
             assert target["masks"].max() <= 1 if count else True
-            assert source.aspect(index) > 0
         json.dumps(source.ground_truth())
 
 

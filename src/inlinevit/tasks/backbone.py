@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
+from timm.layers import Format, nhwc_to
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
@@ -85,15 +86,11 @@ def load_trained(run: Run[Any], checkpoint: str | None, build: Callable[[Any], M
 
 
 def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = None) -> nn.Module:
-    """Build a backbone, as timm's features_only does.
+    """Build a backbone, as timm's features_only does; errors as for build_on_backbone().
 
     Args:
         config: The backbone.
         weights: A classifier's weights to start from, out of the file that the configuration names.
-
-    Raises:
-        OSError: The published weights cannot be downloaded.
-        ValueError: There is no such backbone or option, it gives other strides, or the weights are of another model.
     """
 
     def create(**more: Any) -> Any:
@@ -127,6 +124,28 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
         problem, remedy = "does not take images of any size", "choose another backbone, such as inline_pvt_tiny"
         check_input_size(body, (3, *PROBE_SIZE), f"{config.backbone} {problem}", remedy)
     return body
+
+
+class PyramidFeatures:
+    """The maps of a backbone at the strides of a feature pyramid.
+
+    Args:
+        body: A model made by timm with features_only=True; see build_backbone().
+
+    Attributes:
+        channels: The channels of each map.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        info = cast(Any, body).feature_info
+        self.levels = [list(info.reduction()).index(stride) for stride in STRIDES]
+        self.channels = [info.channels()[level] for level in self.levels]
+        self.is_channels_last = Format(getattr(body, "output_fmt", Format.NCHW)) == Format.NHWC
+
+    def select(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the body's maps, as (batch, channels, height / stride, width / stride)."""
+        chosen = [maps[level] for level in self.levels]
+        return [nhwc_to(one, Format.NCHW) for one in chosen] if self.is_channels_last else chosen
 
 
 def checkpoint_backbone(body: nn.Module, enable: bool) -> None:

@@ -1,8 +1,7 @@
 """Config that detection and segmentation share; without torch, so that `--help` answers at once."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..engine.config import MOST_IMAGES, MOST_WORKERS, DataOptions, TrainConfig
 from ..utils.validation import Range, check_fields, require
@@ -58,6 +57,8 @@ class SplitDataOptions(DataOptions):
 class BackboneConfig:
     """A backbone and its initial weights."""
 
+    ranges: ClassVar[dict[str, Range]] = {"drop_path_rate": Range(0, 1, below_most=True)}
+
     backbone: str = "inline_pvt_tiny"
     """Any model of this library or of timm with features at strides 4, 8, 16 and 32."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -71,19 +72,11 @@ class BackboneConfig:
     up to there."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "model", **self.most())
-        require(
-            0 <= self.drop_path_rate < 1,
-            f"model.drop_path_rate is {self.drop_path_rate}: it should be from 0 to below 1",
-        )
+        check_fields(self, "model", **self.ranges)
         require(
             not self.pretrained or self.checkpoint is None,
             "model.pretrained and model.checkpoint both name initial weights: choose one of them",
         )
-
-    def most(self) -> Mapping[str, float | Range]:
-        """The largest values of the fields that a task adds, by name."""
-        return {}
 
 
 def refuse_layer_decay(config: TrainConfig) -> None:

@@ -3,17 +3,18 @@
 All random numbers come from torch's generator, so that a sample drawn again with its seed is the same.
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.tv_tensors import Mask, wrap
 
 from ..data.loader import EvalLoader
+from ..engine.evaluator import Evaluator
 from .backbone import MEAN_COLOR
 
 
@@ -25,11 +26,7 @@ def resize_mask(mask: Tensor, size: list[int]) -> Tensor:
 
 
 class RandomCrop(v2.Transform):
-    """Crop a square at random. An image that is narrower or lower than the square stays so wide or high.
-
-    Args:
-        size: Side of the square.
-    """
+    """Crop a square of side `size` at random. A narrower or lower image keeps its width or height."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -39,9 +36,8 @@ class RandomCrop(v2.Transform):
         """Draw the crop."""
         return {"crop": self.draw(*v2.query_size(flat_inputs))}
 
-    def draw(self, height: int, width: int) -> list[int]:
-        """Return top, left, height and width of a crop."""
-        lengths = (height, width)
+    def draw(self, *lengths: int) -> list[int]:
+        """Return top, left, height and width of a crop of an image with this height and width."""
         size = [min(self.size, length) for length in lengths]
         corner = [int(torch.randint(length - kept + 1, ())) for length, kept in zip(lengths, size, strict=True)]
         return corner + size
@@ -52,11 +48,9 @@ class RandomCrop(v2.Transform):
 
 
 class PadToSize(v2.Transform):
-    """Pad an image to a square, on the right and below: images with the mean colour, masks with a value.
+    """Pad an image to a square of side `size`, on the right and below: images with the mean colour, masks with a value.
 
-    Args:
-        size: Side of the square; the image is not larger.
-        mask_fill: The value.
+    torchvision's RandomCrop would pad on all sides.
     """
 
     def __init__(self, size: int, mask_fill: int) -> None:
@@ -74,35 +68,25 @@ class PadToSize(v2.Transform):
         return v2.functional.pad(inpt, params["padding"], fill=fill)
 
 
-class IndexedSamples(Dataset[Any]):
-    """Samples that a function reads.
+class SingleImageEvaluator(Evaluator):
+    """Evaluates one image at a time: the result is the same for any number of processes.
 
     Args:
-        length: How many there are.
-        read: From an index to a sample.
+        source: The images.
+        workers: Data workers.
     """
 
-    def __init__(self, length: int, read: Callable[[int], Any]) -> None:
-        self.length, self.read = length, read
+    def __init__(self, source: Any, workers: int) -> None:
+        self.source, self.workers = source, workers
+
+    def loader(self, process: int, processes: int) -> Iterable[Any]:
+        """See Evaluator.loader: the samples of this evaluator, one after the other."""
+        single = itemgetter(0)
+        return EvalLoader(self, 1, workers=self.workers, collate=single, process=process, processes=processes)
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.source)
 
+    @abstractmethod
     def __getitem__(self, index: int) -> Any:
-        return self.read(index)
-
-
-def make_single_loader(
-    length: int, read: Callable[[int], Any], *, workers: int, process: int, processes: int
-) -> EvalLoader:
-    """Return a loader of single samples for evaluation; over all processes, every sample comes once.
-
-    Args:
-        length: How many samples there are.
-        read: From an index to a sample.
-        workers: Data workers.
-        process: This process.
-        processes: How many there are.
-    """
-    samples = IndexedSamples(length, read)
-    return EvalLoader(samples, 1, workers=workers, collate=itemgetter(0), process=process, processes=processes)
+        """Read a sample, for update()."""

@@ -1,4 +1,3 @@
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from inlinevit.data.samplers import GroupedSampler
 from inlinevit.tasks.detection.coco import CocoSource, open_coco
 from inlinevit.tasks.detection.config import DetectionAugmentConfig, DetectionDataConfig
 from inlinevit.tasks.detection.dataset import DetectionSamples, collate, make_train_loader, random_subset
-from inlinevit.tasks.detection.metrics import DetectionEvaluator
 from inlinevit.tasks.detection.transforms import training_transform
 
 pytestmark = [
@@ -114,16 +112,6 @@ def test_copy_paste_brings_objects_of_other_images(source: CocoSource) -> None:
     assert 15 < sum(changed) < 45
 
 
-def test_all_that_is_random_comes_from_the_seed_of_torch(source: CocoSource) -> None:
-    samples = DetectionSamples(source, training_transform(AUGMENTS[2]), 1.0)
-    drawn = []
-    for number in range(2):
-        random.seed(number)
-        torch.manual_seed(7)
-        drawn.append(samples[0])
-    torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=0)
-
-
 def test_some_are_chosen_and_never_none() -> None:
     torch.manual_seed(0)
     drawn = [random_subset(3).tolist() for _ in range(200)]
@@ -131,24 +119,6 @@ def test_some_are_chosen_and_never_none() -> None:
     assert {number for some in drawn if len(some) == 1 for number in some} == {0, 1, 2}
     assert all(len(set(some)) == len(some) for some in drawn)
     assert random_subset(0).tolist() == []
-
-
-@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (3, 0), (2, 1)])
-def test_evaluation_meets_every_image_once_as_it_is(source: CocoSource, processes: int, workers: int) -> None:
-    met = []
-    for process in range(processes):
-        for index, image in DetectionEvaluator(source, workers).loader(process, processes):
-            record = source.images[index]
-            assert type(image) is Tensor
-            assert image.dtype == torch.uint8
-            assert image.shape == (3, record["height"], record["width"])
-            met.append(index)
-    assert sorted(met) == list(range(len(source)))
-
-
-def test_too_few_images_are_refused(source: CocoSource) -> None:
-    with pytest.raises(ValueError, match=r"14 images for training are fewer than a batch of 8 for each of 2 processes"):
-        make_train_loader(source, SMALL, DetectionDataConfig(), 0, BatchPlan.initial(8, processes=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
@@ -31,20 +29,12 @@ from inlinevit.tasks.detection.config import (
     DetectionDataOptions,
     DetectionEvalOptions,
 )
-from inlinevit.tasks.detection.metrics import NUMBERS, CategoryPrecision, DetectionEvaluation, DetectionEvaluator
+from inlinevit.tasks.detection.metrics import NUMBERS, DetectionEvaluation, DetectionEvaluator
 from inlinevit.tasks.detection.predictor import match_categories
 from inlinevit.tasks.detection.task import Detection
 from tests.tasks.detection.runs import make_run
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As many threads as other processes have: sums may depend on it. And no precision of an earlier test."""
-    AcceleratorState._reset_state()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +70,6 @@ class Knowing(nn.Module):
 
     def __init__(self, source: CocoSource, names: list[str]) -> None:
         super().__init__()
-        self.transform = SimpleNamespace(pastes_masks=True)
         self.known = {}
         for index in range(len(source)):
             target = source.read_target(index)
@@ -88,7 +77,7 @@ class Knowing(nn.Module):
             pixels = torch.tensor(list(source.read_image(index).tobytes()), dtype=torch.uint8)
             self.known[int(pixels.sum())] = target["boxes"], torch.tensor(labels, dtype=torch.long)
 
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+    def forward(self, images: list[Tensor], paste_masks: bool = True) -> list[dict[str, Tensor]]:
         (image,) = images
         boxes, labels = self.known[round(float(image.double().sum()) * 255)]
         masks = torch.ones(len(boxes), 1, 28, 28)
@@ -138,8 +127,11 @@ def test_the_data_are_those_of_the_run_unless_others_are_named(run: str, data: D
     assert evaluation_data(run, DetectionDataOptions()) == data
     changed = DetectionDataOptions(eval_split="train2017", max_eval_samples=1)
     assert evaluation_data(run, changed) == replace(data, eval_split="train2017", max_eval_samples=1)
-    for place in ({"path": "elsewhere"}, {"eval_annotations": "a.json"}):
+    for place in ({"path": "elsewhere"}, {"eval_annotations": "a.json", "eval_folder": "images"}):
         assert evaluation_data(run, DetectionDataOptions(**place)) == DetectionDataConfig(**place)
+    # One of the two alone goes with the rest of the run's data.
+    for place in ({"eval_annotations": "a.json"}, {"eval_folder": "images"}):
+        assert evaluation_data(run, DetectionDataOptions(**place)) == replace(data, **place)
     assert evaluation_data(None, changed) == DetectionDataConfig(eval_split="train2017", max_eval_samples=1)
 
 
@@ -198,8 +190,8 @@ def test_stored_results_give_the_same_numbers(
 
 def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = dict.fromkeys(NUMBERS, 0.5)
-    one = CategoryPrecision(Category(1, "\x1b[31mred"), 3, 0.5, 0.5)
-    print_evaluation("a model", DetectionEvaluation(numbers, numbers, [one], 1))
+    outcome = DetectionEvaluation({"box": numbers}, {"box": [0.5]}, [Category(1, "\x1b[31mred")], [3], images=1)
+    print_evaluation("a model", outcome)
     printed = capsys.readouterr().out
     assert "?[31mred" in printed
     assert "\x1b[31m" not in printed
@@ -210,12 +202,3 @@ def test_what_the_command_cannot_do_is_told(run: str, data: DetectionDataConfig)
         eval_command(None, DetectionDataOptions())
     with pytest.raises(ValueError, match="leave out --checkpoint"):
         eval_command(None, DetectionDataOptions(), checkpoint="best", results=["a.json"])
-
-
-def test_half_precision(run: str, data: DetectionDataConfig, tmp_path: Path) -> None:
-    eval_command(run, DetectionDataOptions(max_eval_samples=1), output=str(tmp_path), precision="bf16")
-    assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
-    AcceleratorState._reset_state()
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="fp16 needs a GPU"):
-            eval_command(run, DetectionDataOptions(), precision="fp16")

@@ -8,15 +8,13 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from timm.layers import DropPath
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 import inlinevit  # noqa: F401
 from inlinevit.tasks.detection.cascade import CascadeRoIHeads
-from inlinevit.tasks.detection.config import DetectorConfig
-from inlinevit.tasks.detection.model import build_detector, cascade_mask_rcnn, mask_rcnn
+from inlinevit.tasks.detection.model import cascade_mask_rcnn, mask_rcnn
 from inlinevit.tasks.detection.pyramid import PyramidBackbone
 
 PVT = {"embed_dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2), "mlp_ratios": (1, 1, 1, 1)}
@@ -56,38 +54,7 @@ def total_loss(model: nn.Module, seed: int = 2) -> Tensor:
     return torch.stack(list(model(images, targets).values())).sum()
 
 
-@pytest.mark.parametrize("kind", ["mask_rcnn", "cascade_mask_rcnn"])
-@pytest.mark.parametrize(
-    ("backbone", "options"),
-    [
-        ("inline_pvt_tiny", PVT),
-        ("inline_swin_tiny", {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}),
-        ("inline_cswin_tiny", {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (2, 2, 2, 2)}),
-        ("pvt_tiny", PVT),
-        ("swin_tiny_patch4_window7_224", {"embed_dim": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}),
-        ("resnet10t", {}),
-        ("test_convnext", {}),
-    ],
-)
-def test_any_backbone_with_the_strides_learns_and_answers(kind: str, backbone: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    config = DetectorConfig(arch=cast(Any, kind), backbone=backbone, kwargs=options, **SMALL)
-    model = build_detector(config, 3).train()
-    total_loss(model).backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
-    images, _ = images_and_targets()
-    with torch.no_grad():
-        answers = model.eval()(images)
-    for image, answer in zip(images, answers, strict=True):
-        count = len(answer["boxes"])
-        assert 0 < count <= 10
-        assert answer["boxes"].shape == (count, 4)
-        assert answer["masks"].shape == (count, 1, *image.shape[-2:])
-        assert set(answer["labels"].tolist()) <= {1, 2, 3}
-        assert answer["scores"].isfinite().all()
-
-
-@pytest.mark.parametrize("size", [(32, 32), (7, 200), (300, 40), (1, 1)])
+@pytest.mark.parametrize("size", [(7, 200), (1, 1)])
 def test_any_image_size(size: tuple[int, int]) -> None:
     with torch.no_grad():
         (answer,) = tiny().eval()([torch.rand(3, *size)])
@@ -117,28 +84,7 @@ def test_maps_with_channels_last_are_turned() -> None:
             torch.testing.assert_close(own, map_.permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize(
-    ("backbone", "message"),
-    [
-        ("inline_deit_tiny", "strides 16, 16, 16, but a feature pyramid needs 4, 8, 16, 32"),
-        ("inline_pvt_tinny", "did you mean inline_pvt_tiny"),
-        ("maxvit_pico_rw_256", "maxvit_pico_rw_256 does not take images of any size .*: choose another backbone"),
-        ("vit_tiny_patch16_224", "choose a hierarchical backbone"),
-    ],
-)
-def test_other_backbones_are_refused(backbone: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mask_rcnn(backbone, 3, **SMALL)
-
-
-def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean depths"):
-        tiny(kwargs={"depth": 3})
-    with pytest.raises(ValueError, match=r"set model\.drop_path_rate instead"):
-        tiny(kwargs={"drop_path_rate": 0.3})
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 4])
 def test_frozen_stages_do_not_learn(stages: int) -> None:
     model = tiny(frozen_stages=stages).train()
     frozen = {name.split(".")[4] for name, one in model.named_parameters() if not one.requires_grad}
@@ -188,41 +134,6 @@ def test_boxes_are_in_full_precision_under_autocast(kind: str) -> None:
         assert not torch.equal(answer["boxes"], answer["boxes"].bfloat16().float())
 
 
-def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
-    gradients, calls = [], []
-    for enable in (False, True):
-        model = tiny(drop_path_rate=0.0).train()
-        model.set_grad_checkpointing(enable)
-        block = model.backbone.body.model.stages[2].blocks[0]
-        count: list[int] = []
-        block.register_forward_pre_hook(lambda module, args, count=count: count.append(1))
-        total_loss(model).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        calls.append(len(count))
-    assert calls == [1, 2]
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-def test_gradient_checkpointing_of_timm_s_backbones() -> None:
-    model = mask_rcnn("resnet10t", 3, **SMALL)
-    model.set_grad_checkpointing()
-    assert model.backbone.body.grad_checkpointing
-
-
-def test_stochastic_depth_reaches_the_backbone() -> None:
-    rates = [part.drop_prob for part in tiny(drop_path_rate=0.3).modules() if isinstance(part, DropPath)]
-    assert max(rates) == pytest.approx(0.3)
-    assert not [part for part in tiny(drop_path_rate=0.0).modules() if isinstance(part, DropPath) and part.drop_prob]
-
-
-def test_positions_do_not_decay() -> None:
-    model = tiny()
-    names = dict(model.named_parameters())
-    kept = model.no_weight_decay()
-    assert kept
-    assert all(name in names and "pos" in name for name in kept)
-
-
 @pytest.mark.parametrize("kind", ["mask_rcnn", "cascade_mask_rcnn"])
 def test_class_agnostic_boxes_have_one_box_for_all_classes(kind: str) -> None:
     model = tiny(kind, class_agnostic_boxes=True)
@@ -241,8 +152,7 @@ def test_masks_can_be_pasted_later() -> None:
     images, _ = images_and_targets()
     with torch.no_grad():
         expected = model(images)
-        model.transform.pastes_masks = False
-        found = model(images)
+        found = model(images, paste_masks=False)
     for image, answer, one in zip(images, expected, found, strict=True):
         assert one["masks"].shape[1:] == (1, 28, 28)
         torch.testing.assert_close(one["boxes"], answer["boxes"])
@@ -262,15 +172,6 @@ def test_training_images_are_not_resized_again() -> None:
 
 class TestWeights:
     """What a detector starts from."""
-
-    def test_a_classifier_s_file_is_for_the_backbone(self, tmp_path: Path) -> None:
-        classifier = timm.create_model("inline_pvt_tiny", num_classes=7, **PVT)
-        file = tmp_path / "weights.safetensors"
-        safetensors.torch.save_file(classifier.state_dict(), file)
-        body = tiny(checkpoint=str(file)).backbone.body.model.state_dict()
-        for name, weight in classifier.state_dict().items():
-            if not name.startswith("head"):
-                torch.testing.assert_close(body[name], weight)
 
     def test_a_file_for_timm_s_backbone(self, tmp_path: Path) -> None:
         file = tmp_path / "weights.safetensors"
@@ -299,26 +200,3 @@ class TestWeights:
             second = tiny(checkpoint=str(file))
         for name, weight in second.state_dict().items():
             torch.testing.assert_close(weight, first.state_dict()[name])
-
-    def test_other_categories_begin_anew(self, tmp_path: Path) -> None:
-        file = tmp_path / "weights.safetensors"
-        first = tiny(num_classes=5)
-        safetensors.torch.save_file(first.state_dict(), file)
-        with pytest.warns(UserWarning, match="another number of classes"):
-            second = tiny(num_classes=3, checkpoint=str(file)).state_dict()
-        anew = {
-            name
-            for name, weight in first.state_dict().items()
-            if weight.shape != second[name].shape or not torch.equal(weight, second[name])
-        }
-        assert anew == {
-            f"roi_heads.{layer}.{kind}"
-            for layer in ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
-            for kind in ("weight", "bias")
-        }
-
-    def test_another_detector_s_file_is_refused(self, tmp_path: Path) -> None:
-        file = tmp_path / "weights.safetensors"
-        safetensors.torch.save_file(tiny("cascade_mask_rcnn").state_dict(), file)
-        with pytest.raises(ValueError, match="does not hold the weights of this model"):
-            tiny(checkpoint=str(file))

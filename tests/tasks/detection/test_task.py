@@ -7,27 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
-import yaml
 
 from inlinevit.cli import main
 from inlinevit.cli.train import parse_config as parse_task_config
 from inlinevit.tasks.detection.task import LOGGED, Detection
-
-from .conftest import DrawCoco
+from tests.tasks.detection.conftest import DrawCoco
+from tests.tasks.training import assert_resumed_run_is_the_same, small_pvt
+from tests.tasks.training import train as train_task
 
 parse_config = partial(parse_task_config, task="detection")
 
 SMALL: dict[str, Any] = {
     "model": {
-        "kwargs": {
-            "img_size": 96,
-            "embed_dims": [16, 32, 48, 64],
-            "depths": [1, 1, 1, 1],
-            "num_heads": [1, 2, 3, 4],
-            "mlp_ratios": [2, 2, 2, 2],
-        },
+        "kwargs": small_pvt(96, 16),
         "drop_path_rate": 0.0,
         "min_size": 96,
         "max_size": 144,
@@ -44,12 +36,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def train(coco: Path, output: Path, *options: str) -> dict[str, Any]:
-    """Train by the command line, and return what the run has left as its results."""
-    recipe = output.with_suffix(".yaml")
-    recipe.write_text(yaml.safe_dump(SMALL))
-    main(["detect", "train", "--config", str(recipe), "--data.path", str(coco), "--run.output", str(output), *options])
-    return json.loads((output / "results.json").read_text())
+train = partial(train_task, "detect", SMALL)
 
 
 def test_the_loss_falls(coco_folder: DrawCoco, tmp_path: Path) -> None:
@@ -97,18 +84,11 @@ def test_a_cascade_with_all_options_learns(coco_folder: DrawCoco, tmp_path: Path
     assert [category["id"] for category in categories] == [3, 7, 90]
 
 
-def test_a_run_goes_on_to_the_same_weights(coco_folder: DrawCoco, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(coco_folder: DrawCoco, tmp_path: Path) -> None:
     coco = coco_folder({"train2017": 9, "val2017": 1})
     options = ["--augment.min_sizes", "[64, 80, 96]", "--augment.copy_paste", "0.5", "--model.drop_path_rate", "0.1"]
-    train(coco, tmp_path / "whole", *options)
     # Two steps an epoch, so this one is the end of the first.
-    half = tmp_path / "whole" / "checkpoints" / "step-00000002"
-    train(coco, tmp_path / "resumed", *options, "--run.resume", str(half))
-    whole, resumed = (
-        safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed")
-    )
-    assert whole.keys() == resumed.keys()
-    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    assert_resumed_run_is_the_same("detect", SMALL, coco, tmp_path, 2, *options)
 
 
 def test_other_categories_for_evaluation_are_refused(coco_folder: DrawCoco) -> None:
@@ -132,7 +112,7 @@ def test_fewer_classes_than_categories_are_refused(coco_folder: DrawCoco) -> Non
     [
         (["--augment.max_size", "700"], r"augment\.max_size is 700, which is below the shorter side 800"),
         (["--model.max_size", "700"], r"model\.max_size is 700"),
-        (["--model.frozen_stages", "5"], "there are 4 stages"),
+        (["--model.frozen_stages", "5"], r"model\.frozen_stages is 5: it should be at most 4"),
         (["--model.pretrained", "true", "--model.checkpoint", "file"], "choose one of them"),
         (["--optimizer.layer_decay", "0.9"], "is for plain classifiers: leave it out"),
         (["--data.batch_size", "0"], "at least 1"),

@@ -11,7 +11,6 @@ from inlinevit.tasks.backbone import MEAN_COLOR
 from inlinevit.tasks.detection.config import DetectionAugmentConfig
 from inlinevit.tasks.detection.transforms import (
     Sample,
-    as_tensors,
     as_tv_tensors,
     keep_visible,
     paste_objects,
@@ -34,7 +33,7 @@ def squares(height: int, width: int, *boxes: tuple[int, int, int, int], colour: 
 
 def varied(sample: Sample, seed: int = 0, **options: Any) -> Sample:
     torch.manual_seed(seed)
-    return as_tensors(*training_transform(DetectionAugmentConfig(**options))(*as_tv_tensors(*sample)))
+    return training_transform(DetectionAugmentConfig(**options))(*as_tv_tensors(*sample))
 
 
 def bounds(masks: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ def test_images_and_label_maps_are_paired_by_name(ade_folder: DrawAde) -> None:
     source = opened(folder)
     assert len(source) == 8
     assert len(opened(folder, training=False)) == 4
-    assert [source.stem(index) for index in range(3)] == ["0000", "0001", "0002"]
-    assert source.name(1) == f"{folder}/{IMAGES}/0001.png"
+    assert source.stems[:3] == ["0000", "0001", "0002"]
+    assert source.image_files[1] == f"{folder}/{IMAGES}/0001.png"
 
 
 @pytest.mark.parametrize("ending", [".png", ".jpg"])
@@ -78,7 +78,7 @@ def test_the_first_images_alone(ade_folder: DrawAde) -> None:
     # What is not taken need not be complete.
     (folder / MASKS / "0005.png").unlink()
     source = opened(folder, max_train_samples=2)
-    assert [source.stem(index) for index in range(len(source))] == ["0000", "0001"]
+    assert source.stems == ["0000", "0001"]
     assert len(opened(folder, training=False, max_eval_samples=100)) == 4
 
 
@@ -92,8 +92,7 @@ def test_files_may_lie_in_subfolders_and_have_any_ending_that_pillow_reads(ade_f
     (folder / IMAGES / "README.txt").write_text("no image")
     (folder / MASKS / "0001.png").rename(folder / MASKS / "0001.PNG")
     source = opened(folder)
-    stems = [source.stem(index) for index in range(len(source))]
-    assert stems == ["0000", "0001", "0003", "0004", "0005", "0006", "0007", "deep/er/0000"]
+    assert source.stems == ["0000", "0001", "0003", "0004", "0005", "0006", "0007", "deep/er/0000"]
     for index in (1, 7):
         assert source.read_labels(index).shape == source.read_image(index).size[::-1]
 

@@ -1,4 +1,3 @@
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from torch import Tensor
 
 from inlinevit.data.batch_plan import BatchPlan
 from inlinevit.tasks.segmentation.ade import AdeSource, open_ade
-from inlinevit.tasks.segmentation.config import InferenceConfig, SegmentationAugmentConfig, SegmentationDataConfig
-from inlinevit.tasks.segmentation.dataset import SegmentationSamples, collate, make_train_loader
+from inlinevit.tasks.segmentation.config import SegmentationAugmentConfig, SegmentationDataConfig
+from inlinevit.tasks.segmentation.dataset import collate, make_train_loader
 from inlinevit.tasks.segmentation.labels import IGNORED, ade_labels
-from inlinevit.tasks.segmentation.metrics import SegmentationEvaluator
-from inlinevit.tasks.segmentation.transforms import training_transform
 
 # torch's word on machines with fewer than three cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -57,38 +54,6 @@ def test_batches_come_back_from_any_place_whoever_reads_them(source: AdeSource) 
 def test_another_seed_makes_other_batches(source: AdeSource) -> None:
     first, other = (batches(source, seed=seed)[0] for seed in (3, 4))
     assert not torch.equal(first[0], other[0])
-
-
-def test_all_that_is_random_comes_from_the_seed_of_torch(source: AdeSource) -> None:
-    samples = SegmentationSamples(source, training_transform(SMALL))
-    assert len(samples) == 14
-    drawn = []
-    for number in range(2):
-        random.seed(number)
-        torch.manual_seed(7)
-        drawn.append(samples[0])
-    torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (3, 0), (2, 1)])
-def test_evaluation_meets_every_image_once_as_it_is(source: AdeSource, processes: int, workers: int) -> None:
-    met = []
-    for process in range(processes):
-        evaluator = SegmentationEvaluator(source, workers, InferenceConfig(), ((0.0,) * 3, (1.0,) * 3))
-        indices = range(process, len(source), processes)
-        for index, (image, labels) in zip(indices, evaluator.loader(process, processes), strict=True):
-            assert type(image) is type(labels) is Tensor
-            assert image.dtype == labels.dtype == torch.uint8
-            width, height = source.read_image(index).size
-            assert image.shape == (3, height, width)
-            assert torch.equal(labels, source.read_labels(index))
-            met.append(index)
-    assert sorted(met) == list(range(len(source)))
-
-
-def test_too_few_images_are_refused(source: AdeSource) -> None:
-    with pytest.raises(ValueError, match=r"14 images for training are fewer than a batch of 8 for each of 2 processes"):
-        make_train_loader(source, SMALL, 0, BatchPlan.initial(8, processes=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from PIL import Image
 from torch import Tensor, nn
 
@@ -39,14 +37,7 @@ UNCHANGED = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 WHOLE = InferenceConfig(min_size=None)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As many threads as other processes have: sums may depend on it. And no precision of an earlier test."""
-    AcceleratorState._reset_state()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -146,16 +137,6 @@ def test_what_is_said_is_done(
     source = open_ade(replace(data, max_eval_samples=2), segmenter.labels, training=False)
     outcome = evaluate(segmenter.model, source, expected, segmenter.mean_std)
     assert outcome.confusion.tolist() == told["confusion"]
-
-
-def test_half_precision(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:
-    short = SegmentationDataOptions(max_eval_samples=1)
-    eval_command(run, short, InferenceOptions(), output=str(tmp_path), precision="bf16")
-    assert json.loads((tmp_path / "evaluation.json").read_text())["images"] == 1
-    AcceleratorState._reset_state()
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="fp16 needs a GPU"):
-            eval_command(run, SegmentationDataOptions(), InferenceOptions(), precision="fp16")
 
 
 def test_labels_are_those_of_the_model(run: str, data: SegmentationDataConfig, tmp_path: Path) -> None:

@@ -17,15 +17,19 @@ from inlinevit.tasks.segmentation.inference import (
     describe,
     normalize,
     predict_labels,
-    predict_probs,
-    predict_probs_by_rows,
     resized_rows,
     spans,
 )
+from inlinevit.tasks.segmentation.inference import predict_probs as iter_probs
 
 MEAN_STD = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 UNCHANGED = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 CLASSES = 5
+
+
+def predict_probs(*arguments: Any) -> Tensor:
+    """The probabilities of the whole image."""
+    return torch.cat(list(iter_probs(*arguments)), dim=1)
 
 
 class Seeing(nn.Module):
@@ -116,7 +120,7 @@ def test_how_many_rows_come_at_a_time_is_of_no_matter(
     model, image = Seeing(), noise(45, 61)
     whole = predict_probs(model, image, inference, MEAN_STD)
     monkeypatch.setattr(inference_module, "PIXELS_AT_ONCE", 7 * 61)
-    rows = list(predict_probs_by_rows(model, image, inference, MEAN_STD))
+    rows = list(iter_probs(model, image, inference, MEAN_STD))
     assert [part.shape[1] for part in rows] == [7] * 6 + [3]
     again = torch.cat(rows, dim=1)
     # The last bit of an exponential may depend on how many there are.
@@ -206,7 +210,7 @@ def test_the_first_rows_come_before_the_last_windows_are_seen(flip: bool, monkey
     monkeypatch.setattr(inference_module, "PIXELS_AT_ONCE", 5 * 24)
     model = Seeing()
     inference = InferenceConfig(min_size=None, window_size=12, stride=12, scales=[1.0, 2.0], flip=flip)
-    rows = predict_probs_by_rows(model, noise(240, 24), inference, MEAN_STD)
+    rows = iter_probs(model, noise(240, 24), inference, MEAN_STD)
     next(rows)
     # A row of windows for each scale: two of them, and four.
     assert len(model.sizes) == (1 + flip) * (2 + 4)
@@ -226,7 +230,7 @@ def test_little_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(inference_module.RowStore, "__init__", remembered)
     inference = InferenceConfig(min_size=None, window_size=12, scales=[0.7, 1.0], flip=True)
-    for _ in predict_probs_by_rows(Seeing(), noise(240, 24), inference, MEAN_STD):
+    for _ in iter_probs(Seeing(), noise(240, 24), inference, MEAN_STD):
         assert len(stores) == 4
         assert all(sum(strip.shape[1] for _, strip in store.held) <= 24 for store in stores)
     assert all(store.held == [] for store in stores)

@@ -48,7 +48,7 @@ def classes(*records: dict[str, Any]) -> dict[str, Any]:
 def test_a_file_says_what_values_mean(tmp_path: Path) -> None:
     labels = read_labels(write(tmp_path, STREETS))
     assert [kind.name for kind in labels.classes] == ["road", "sky", "far away"]
-    assert labels.classes[0] == SegmentationClass("road", (128, 64, 128))
+    assert labels.classes[0] == SegmentationClass("road", [7, 8], (128, 64, 128))
     values = np.array([[7, 8, 23], [0, 255, 40000]], np.uint16)
     expected = torch.tensor([[0, 0, 1], [IGNORED, IGNORED, 2]], dtype=torch.uint8)
     for given_values in (values, values.astype(">u2"), torch.from_numpy(values.astype(np.int32))):
@@ -92,8 +92,9 @@ def test_labels_come_back_from_their_plain_form(data: st.DataObject) -> None:
     values = data.draw(st.lists(st.integers(0, 65535), min_size=4, max_size=40, unique=True))
     first, second = sorted(data.draw(st.lists(st.integers(1, len(values) - 1), min_size=2, max_size=2, unique=True)))
     own = [values[:first], values[first:second]]
-    pair = [SegmentationClass(name, colour) for name, colour in (("a", (1, 2, 3)), ("b", (4, 5, 6)))]
-    labels = LabelMap(pair, own, values[second:])
+    labels = LabelMap(
+        [SegmentationClass("a", own[0], (1, 2, 3)), SegmentationClass("b", own[1], (4, 5, 6))], values[second:]
+    )
     again = LabelMap.from_plain(json.loads(json.dumps(labels.to_plain())), "labels.json")
     assert again.classes == labels.classes
     assert torch.equal(again.lookup, labels.lookup)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 import yaml
@@ -16,22 +15,18 @@ from inlinevit.cli import main
 from inlinevit.cli.train import parse_config as parse_task_config
 from inlinevit.tasks.segmentation.labels import IGNORED
 from inlinevit.tasks.segmentation.task import Segmentation, pixel_loss
-
-from .conftest import DrawAde
+from tests.tasks.segmentation.conftest import DrawAde
+from tests.tasks.training import assert_resumed_run_is_the_same, small_pvt
+from tests.tasks.training import train as train_task
 
 parse_config = partial(parse_task_config, task="segmentation")
 
 SMALL: dict[str, Any] = {
     "model": {
-        "kwargs": {
-            "img_size": 64,
-            "embed_dims": [8, 16, 24, 32],
-            "depths": [1, 1, 1, 1],
-            "num_heads": [1, 2, 2, 2],
-            "mlp_ratios": [2, 2, 2, 2],
-        },
+        "kwargs": small_pvt(64, 8),
         "drop_path_rate": 0.0,
         "channels": 64,
+        "num_classes": 4,
     },
     "data": {"batch_size": 4, "workers": 0},
     "augment": {"crop_size": 64, "min_size": None, "scale": [0.75, 1.5]},
@@ -60,13 +55,7 @@ def test_a_batch_without_labels_teaches_nothing() -> None:
     assert (logits.grad == 0).all()
 
 
-def train(ade: Path, output: Path, *options: str) -> dict[str, Any]:
-    """Train by the command line, and return what the run has left as its results."""
-    recipe = output.with_suffix(".yaml")
-    recipe.write_text(yaml.safe_dump(SMALL))
-    words = ["--config", str(recipe), "--data.path", str(ade), "--model.num_classes", "4", "--run.output", str(output)]
-    main(["segment", "train", *words, *options])
-    return json.loads((output / "results.json").read_text())
+train = partial(train_task, "segment", SMALL)
 
 
 def test_shapes_are_learned(ade_folder: DrawAde, tmp_path: Path) -> None:
@@ -113,42 +102,29 @@ def test_the_auxiliary_loss_has_its_weight(ade_folder: DrawAde) -> None:
     torch.testing.assert_close(task.loss(model, (images, labels)), expected)  # type: ignore[arg-type]
 
 
-def test_a_run_that_counts_steps_goes_on_to_the_same_weights(ade_folder: DrawAde, tmp_path: Path) -> None:
-    ade = ade_folder()
+def test_a_resumed_run_that_counts_steps_ends_with_the_same_weights(ade_folder: DrawAde, tmp_path: Path) -> None:
+    options = {
+        "--run.checkpoint_steps": "1",
+        "--run.keep_checkpoints": "5",
+        "--run.eval_every": "4",
+        "--model.drop_path_rate": "0.1",
+    }
+    words = [word for pair in options.items() for word in pair]
     # Two steps an epoch: it is interrupted in the middle of the second.
-    options = [
-        "--run.checkpoint_steps",
-        "1",
-        "--run.keep_checkpoints",
-        "5",
-        "--run.eval_every",
-        "4",
-        "--model.drop_path_rate",
-        "0.1",
-    ]
-    train(ade, tmp_path / "whole", *options)
-    middle = tmp_path / "whole" / "checkpoints" / "step-00000003"
-    train(ade, tmp_path / "resumed", *options, "--run.resume", str(middle))
-    files = [tmp_path / name / "model.safetensors" for name in ("whole", "resumed")]
-    whole, resumed = map(safetensors.torch.load_file, files)
-    assert whole.keys() == resumed.keys()
-    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    assert_resumed_run_is_the_same("segment", SMALL, ade_folder(), tmp_path, 3, *words)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], r"set --model\.num_classes \(150 for ADE20K\), or name a file of labels"),
+        (["--model.num_classes", "null"], r"set --model\.num_classes \(150 for ADE20K\), or name a file of labels"),
         (["--model.num_classes", "3"], r"pixels of the value 4"),
-        (["--model.num_classes", "4", "--inference.stride", "20"], r"inference\.stride is 20"),
-        (["--model.num_classes", "4", "--model.channels", "100"], "multiple of 64"),
-        (["--model.num_classes", "4", "--model.arch", "upernet", "--data.batch_size", "1"], "choose 2 or more"),
-        (["--model.num_classes", "4", "--optimizer.layer_decay", "0.9"], "leave it out"),
-        (
-            ["--model.num_classes", "4", "--data.train_split", "trainning"],
-            r"check --data\.path and --data\.train_split",
-        ),
-        (["--model.num_classes", "4", "--data.batch_size", "100"], r"choose a smaller --data\.batch_size"),
+        (["--inference.stride", "20"], r"inference\.stride is 20"),
+        (["--model.channels", "100"], "multiple of 64"),
+        (["--model.arch", "upernet", "--data.batch_size", "1"], "choose 2 or more"),
+        (["--optimizer.layer_decay", "0.9"], "leave it out"),
+        (["--data.train_split", "trainning"], r"check --data\.path and --data\.train_split"),
+        (["--data.batch_size", "100"], r"choose a smaller --data\.batch_size"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchvision.tv_tensors import Image, Mask
 
 from inlinevit.tasks.backbone import MEAN_COLOR
 from inlinevit.tasks.dense import resize_mask
@@ -15,8 +16,6 @@ from inlinevit.tasks.segmentation.transforms import (
     BalancedRandomCrop,
     PhotometricDistort,
     Sample,
-    as_tensors,
-    as_tv_tensors,
     resize_image,
     scaled_size,
     training_transform,
@@ -45,7 +44,7 @@ def picture(height: int = 40, width: int = 60) -> Sample:
 
 def varied(sample: Sample, seed: int = 0, **options: Any) -> Sample:
     torch.manual_seed(seed)
-    return as_tensors(*training_transform(SegmentationAugmentConfig(**PLAIN | options))(*as_tv_tensors(*sample)))
+    return training_transform(SegmentationAugmentConfig(**PLAIN | options))(Image(sample[0]), Mask(sample[1]))
 
 
 def agree(image: Tensor, labels: Tensor) -> bool:
@@ -238,7 +237,7 @@ def test_red_stays_nearer_to_red_than_to_blue() -> None:
     red = torch.tensor([200, 40, 40], dtype=torch.uint8).view(3, 1, 1).expand(3, 8, 8).contiguous()
     distort = PhotometricDistort(**PHOTOMETRIC)
     torch.manual_seed(0)
-    found = torch.stack([distort(*as_tv_tensors(red, red[0]))[0].as_subclass(Tensor)[:, 0, 0] for _ in range(100)])
+    found = torch.stack([distort(Image(red), Mask(red[0]))[0].as_subclass(Tensor)[:, 0, 0] for _ in range(100)])
     assert (found.argmax(1) == 0).all()
     assert len(found.unique(dim=0)) > 50
     # A tenth of the circle of colours at most: from red, a third of it leads to green.

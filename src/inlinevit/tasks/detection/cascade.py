@@ -40,12 +40,6 @@ class CascadeRoIHeads(nn.Module):
     ) -> tuple[list[Target], dict[str, Tensor]]:
         """As torchvision's heads: detections in evaluation, losses in training.
 
-        Args:
-            features: Maps of the pyramid by name.
-            proposals: Boxes (proposals, 4) of each image.
-            image_shapes: (height, width) of each image without padding.
-            targets: boxes, labels and masks of each image; for training.
-
         Returns:
             boxes (n, 4), labels (n,), scores (n,) and masks (n, 1, 28, 28) of each image, and losses by name.
         """
@@ -63,16 +57,21 @@ class CascadeRoIHeads(nn.Module):
             proposals, matched, labels, box_targets = stage.select_training_samples(proposals, targets)
             logits, deltas = classify(stage, features, proposals, image_shapes)
             loss_class, loss_box = fastrcnn_loss(logits, deltas, labels, box_targets)
+            # Masks are learned on the proposals that show an object.
+            positive = [one > 0 for one in labels]
+            boxes, objects = (
+                [one[chosen] for one, chosen in zip(some, positive, strict=True)] for some in (proposals, matched)
+            )
+            masks, classes = ([target[name] for target in targets] for name in ("masks", "labels"))
+            masks_found = mask_logits(stage, features, boxes, image_shapes)
             losses[f"loss_classifier_{number}"] = weight * loss_class
             losses[f"loss_box_reg_{number}"] = weight * loss_box
-            losses[f"loss_mask_{number}"] = weight * mask_loss(
-                stage, features, proposals, matched, labels, image_shapes, targets
-            )
+            losses[f"loss_mask_{number}"] = weight * maskrcnn_loss(masks_found, boxes, masks, classes, objects)
             proposals = refine(stage, logits, deltas, proposals, image_shapes, labels)
         return losses
 
     def detect(self, features: dict[str, Tensor], proposals: list[Tensor], image_shapes: list[Size]) -> list[Target]:
-        """What is seen: the last stage's boxes, with scores and masks that are the means over all stages."""
+        """Detections: the last stage's boxes, with scores and masks that are the means over all stages."""
         probabilities = []
         refined = proposals
         for stage in self.stages:
@@ -87,10 +86,8 @@ class CascadeRoIHeads(nn.Module):
             maskrcnn_inference(mask_logits(stage, features, boxes, image_shapes), labels) for stage in self.stages
         ]
         masks = [torch.stack(several).mean(dim=0) for several in zip(*masks_by_stage, strict=True)]
-        return [
-            {"boxes": one_boxes, "labels": one_labels, "scores": one_scores, "masks": one_masks}
-            for one_boxes, one_labels, one_scores, one_masks in zip(boxes, labels, scores, masks, strict=True)
-        ]
+        names = ("boxes", "labels", "scores", "masks")
+        return [dict(zip(names, one, strict=True)) for one in zip(boxes, labels, scores, masks, strict=True)]
 
 
 def classify(
@@ -105,35 +102,6 @@ def mask_logits(stage: RoIHeads, features: dict[str, Tensor], boxes: list[Tensor
     return stage.mask_predictor(stage.mask_head(stage.mask_roi_pool(features, boxes, image_shapes)))
 
 
-def mask_loss(
-    stage: RoIHeads,
-    features: dict[str, Tensor],
-    proposals: list[Tensor],
-    matched: list[Tensor],
-    labels: list[Tensor],
-    image_shapes: list[Size],
-    targets: list[Target],
-) -> Tensor:
-    """The loss of a stage's masks, on the proposals that show an object.
-
-    Args:
-        stage: The stage.
-        features: Maps of the pyramid by name.
-        proposals: Boxes (n, 4) of each image.
-        matched: For each of them, which of the image's objects it is nearest to, (n,).
-        labels: And what that is; 0 = background, (n,).
-        image_shapes: (height, width) of each image without padding.
-        targets: boxes, labels and masks of each image.
-    """
-    shows = [one > 0 for one in labels]
-    boxes = [one[chosen] for one, chosen in zip(proposals, shows, strict=True)]
-    objects = [one[chosen] for one, chosen in zip(matched, shows, strict=True)]
-    logits = mask_logits(stage, features, boxes, image_shapes)
-    return maskrcnn_loss(
-        logits, boxes, [target["masks"] for target in targets], [target["labels"] for target in targets], objects
-    )
-
-
 def refine(
     stage: RoIHeads,
     logits: Tensor,
@@ -144,15 +112,7 @@ def refine(
 ) -> list[Tensor]:
     """The boxes that a stage makes of its proposals, within the image and without gradients.
 
-    Of the boxes by class, that of the object is taken; of the most probable one, where none is known.
-
-    Args:
-        stage: The stage.
-        logits: (proposals, classes).
-        deltas: (proposals, 4 · classes).
-        proposals: Boxes (n, 4) of each image.
-        image_shapes: (height, width) of each image without padding.
-        labels: (n,) for each image, in training.
+    Of the boxes by class, that of the object's label is taken; without labels, that of the most probable class.
     """
     chosen = logits.detach()[:, 1:].argmax(dim=1) + 1
     if labels is not None:

@@ -7,10 +7,9 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from pycocotools import mask as coco_masks
 from torch import Tensor
 
 from ...data.images import convert_mode, decompression_bomb_limit, describe_image_error, has_valid_size, open_image
+from ...engine.results import shorten_list
 from ...utils.files import read_json
 from ...utils.validation import shorten
 from .config import DetectionDataConfig
@@ -30,20 +30,12 @@ Record = dict[str, Any]
 NARROWEST_BOX = 0.01
 # pycocotools walks along a polygon in steps of a fifth of a pixel: corners far away would take all memory.
 FARTHEST_CORNER = 100_000
-# How many ids a warning names.
-NAMED = 5
 # Letters of a file's name in a message.
 LONGEST_NAME = 200
 
 
-@dataclass(frozen=True)
-class Category:
-    """A kind of object.
-
-    Attributes:
-        id: Its number in the file.
-        name: What it is called.
-    """
+class Category(NamedTuple):
+    """A kind of object, with its id in the file of annotations."""
 
     id: int
     name: str
@@ -67,7 +59,14 @@ class CocoSource:
 
     def __init__(self, file: Path, folder: Path, limit: int | None = None) -> None:
         self.file, self.folder = file, folder
-        content = _read(file)
+        try:
+            content = read_json(file)
+        except ValueError as error:
+            raise ValueError(f"{file} is not valid JSON ({error}): copy it again, or name another file") from error
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"{file} holds no COCO annotations: it should be a record of images, annotations and categories"
+            )
         categories, images, annotations = (
             _by_id(file, content, key) for key in ("categories", "images", "annotations")
         )
@@ -78,25 +77,22 @@ class CocoSource:
         self.labels = {category.id: place + 1 for place, category in enumerate(self.categories)}
         self.images = [record for _, record in sorted(images.items())][:limit]
         for record in self.images:
-            _refuse(_what_is_wrong_with_image(record), f"image {record['id']} in {file}")
+            _refuse(_image_problem(record), f"image {record['id']} in {file}")
         self._require_files()
         self._objects, self.without_area = self._gather(annotations, images)
 
     def _require_files(self) -> None:
-        """See that every image is there, by one look into each folder: a disk may be far away."""
-        listed: dict[str, set[str]] = {}
-        missing = []
-        for record in self.images:
-            inside, name = os.path.split(record["file_name"])
-            if inside not in listed:
-                place = self.folder / inside
-                listed[inside] = set(os.listdir(place)) if place.is_dir() else set()
-            if name not in listed[inside]:
-                missing.append(record)
+        """Refuse missing images; each folder is listed once, because a disk may be far away."""
+        paths = [os.path.split(record["file_name"]) for record in self.images]
+        folders = {inside: self.folder / inside for inside, _ in paths}
+        listed = {inside: set(os.listdir(path)) if path.is_dir() else set() for inside, path in folders.items()}
+        missing = [
+            record for record, (inside, name) in zip(self.images, paths, strict=True) if name not in listed[inside]
+        ]
         if missing:
             raise FileNotFoundError(
                 f"{len(missing)} of {len(self.images)} images of {self.file} are not in {self.folder}, such as "
-                f"{_shown(missing[0])} (image id {missing[0]['id']}): name the right folder, or take them out of "
+                f"{_short(missing[0])} (image id {missing[0]['id']}): name the right folder, or take them out of "
                 "the file"
             )
 
@@ -109,20 +105,18 @@ class CocoSource:
         without_area = []
         for number, annotation in annotations.items():
             name = f"annotation {number} in {self.file}"
-            place, category = annotation.get("image_id"), annotation.get("category_id")
-            # Asked by equality, 1.0 and true would pass for 1.
-            if not _is_whole(place) or place not in images:
-                raise ValueError(
-                    f"{name} is for image {place!r:.100}, which the file does not have: remove one or add the other"
-                )
-            if not _is_whole(category) or category not in self.labels:
-                raise ValueError(
-                    f"{name} is of category {category!r:.80}, which the file does not have: remove one or add the other"
-                )
-            if place in taken:
-                image = taken[place]
-                _refuse(_what_is_wrong_with_object(annotation, image), name)
-                by_image[place].append(annotation)
+            for key, known in (("image_id", images), ("category_id", self.labels)):
+                stated = annotation.get(key)
+                # Compared by equality, 1.0 and true would pass for 1.
+                if not _is_whole(stated) or stated not in known:
+                    raise ValueError(
+                        f"{name} has the {key} {stated!r:.80}, which the file does not have: remove one or add the "
+                        "other"
+                    )
+            image = taken.get(annotation["image_id"])
+            if image is not None:
+                _refuse(_annotation_problem(annotation, image), name)
+                by_image[image["id"]].append(annotation)
                 if not annotation.get("iscrowd") and not _has_area(annotation, image):
                     without_area.append(number)
         return PackedLists(by_image[number] for number in taken), frozenset(without_area)
@@ -133,20 +127,13 @@ class CocoSource:
     def name(self, index: int) -> str:
         """What to call an image in messages."""
         record = self.images[index]
-        return f"{self.folder / _shown(record)} (image id {record['id']})"
-
-    def aspect(self, index: int) -> float:
-        """Width of an image by its height."""
-        return self.images[index]["width"] / self.images[index]["height"]
+        return f"{self.folder / _short(record)} (image id {record['id']})"
 
     def read_image(self, index: int) -> Image.Image:
-        """An image in RGB, of the size that its record says.
+        """Return an image in RGB, of the size that its record says.
 
         Annotations are for the pixels as they are stored. Only where the record's size says that they are for the image
         turned as its EXIF data say, it is turned.
-
-        Raises:
-            ValueError: It cannot be read, or its size is another one.
         """
         record = self.images[index]
         size = record["width"], record["height"]
@@ -164,7 +151,7 @@ class CocoSource:
             raise ValueError(f"{problem}: copy it again, or take it out of {self.file}") from error
 
     def read_target(self, index: int) -> dict[str, Tensor]:
-        """What to learn of an image: its objects without crowds and without those that have no area.
+        """Return the objects to learn of an image, without crowds and without those that have no area.
 
         Returns:
             boxes (objects, 4) as x1, y1, x2, y2 inside of the image, labels (objects,), and masks (objects, height,
@@ -176,12 +163,15 @@ class CocoSource:
             for annotation in self._objects[index]
             if not annotation.get("iscrowd") and annotation["id"] not in self.without_area
         ]
-        boxes = [_inside(annotation["bbox"], image) for annotation in objects]
+        boxes = [_clip_box(annotation["bbox"], image) for annotation in objects]
         labels = [self.labels[annotation["category_id"]] for annotation in objects]
+        encoded = [_encode(annotation["segmentation"], image) for annotation in objects]
+        # pycocotools cannot decode an empty list.
+        masks = coco_masks.decode(encoded) if encoded else np.zeros((image["height"], image["width"], 0), np.uint8)
         return {
             "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
             "labels": torch.tensor(labels, dtype=torch.int64),
-            "masks": _decode([_encode(annotation["segmentation"], image) for annotation in objects], image),
+            "masks": torch.from_numpy(np.ascontiguousarray(masks.transpose(2, 0, 1))),
         }
 
     def ground_truth(self) -> dict[str, list[Record]]:
@@ -201,17 +191,14 @@ class CocoSource:
         unused = max((annotation["id"] for annotation in annotations), default=0) + 1
         for annotation in annotations:
             annotation["id"] = annotation["id"] or unused
-        categories = [{"id": category.id, "name": category.name} for category in self.categories]
+        categories = [category._asdict() for category in self.categories]
         return {"images": list(self.images), "annotations": annotations, "categories": categories}
 
 
 class PackedLists:
     """Lists in one block of memory, which forked processes share.
 
-    Of Python's own objects, each process would soon have a copy, because counting who uses them writes to them.
-
-    Args:
-        lists: The lists.
+    Of Python's own objects, each process would soon have a copy, because counting references writes to them.
     """
 
     def __init__(self, lists: Iterable[list[Any]]) -> None:
@@ -227,17 +214,9 @@ def open_coco(config: DetectionDataConfig, training: bool) -> CocoSource:
     """The images and annotations for training or for evaluation.
 
     Objects without area are left out of training with a warning; evaluation keeps them, as COCO does.
-
-    Args:
-        config: Where they are.
-        training: Which of the two.
     """
-    if training:
-        part, split, limit = "train", config.train_split, config.max_train_samples
-        annotations, images = config.train_annotations, config.train_folder
-    else:
-        part, split, limit = "eval", config.eval_split, config.max_eval_samples
-        annotations, images = config.eval_annotations, config.eval_folder
+    part, values = "train" if training else "eval", vars(config)
+    split, annotations, images = (values[f"{part}_{name}"] for name in ("split", "annotations", "folder"))
     home = Path(config.path).expanduser()
     file = home / "annotations" / f"instances_{split}.json" if annotations is None else Path(annotations).expanduser()
     folder = home / split if images is None else Path(images).expanduser()
@@ -247,13 +226,12 @@ def open_coco(config: DetectionDataConfig, training: bool) -> CocoSource:
     if not folder.is_dir():
         splits = f" ({_splits(home)})" if images is None else ""
         raise FileNotFoundError(f"no folder of images at {folder}{splits}: {layout}_folder")
-    source = CocoSource(file, folder, limit)
+    source = CocoSource(file, folder, values[f"max_{part}_samples"])
     if training and source.without_area:
-        count = len(source.without_area)
-        first = ", ".join(map(str, sorted(source.without_area)[:NAMED])) + (", …" if count > NAMED else "")
+        ids = shorten_list(list(map(str, sorted(source.without_area))), 5)
         warnings.warn(
-            f"{count} objects in {file} are left out of training, because their boxes or masks have no area: fix or "
-            f"remove the annotations {first}",
+            f"{len(source.without_area)} objects in {file} are left out of training, because their boxes or masks have "
+            f"no area: fix or remove the annotations {ids}",
             stacklevel=2,
         )
     return source
@@ -263,19 +241,6 @@ def _splits(home: Path) -> str:
     """Which splits have annotations, for messages."""
     names = sorted(file.stem.removeprefix("instances_") for file in home.glob("annotations/instances_*.json"))
     return f"the splits are {', '.join(names)}" if names else "there are no splits"
-
-
-def _read(file: Path) -> Record:
-    """The content of a file of annotations."""
-    try:
-        content = read_json(file)
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}): copy it again, or name another file") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{file} holds no COCO annotations: it should be a record of images, annotations and categories"
-        )
-    return content
 
 
 def _by_id(file: Path, content: Record, key: str) -> dict[int, Record]:
@@ -300,7 +265,7 @@ def _by_id(file: Path, content: Record, key: str) -> dict[int, Record]:
     return found
 
 
-def _shown(image: Record) -> str:
+def _short(image: Record) -> str:
     """The file of an image, as far as a message has a place for it."""
     return shorten(image["file_name"], LONGEST_NAME)
 
@@ -314,7 +279,7 @@ def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _are_numbers(values: Any, limit: float = sys.float_info.max) -> TypeGuard[list[float]]:
+def are_numbers(values: Any, limit: float = sys.float_info.max) -> TypeGuard[list[float]]:
     """Whether these are numbers, finite and no farther from 0 than a limit."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
         return False
@@ -322,15 +287,15 @@ def _are_numbers(values: Any, limit: float = sys.float_info.max) -> TypeGuard[li
     return max(map(abs, values), default=0) <= limit and math.isfinite(sum(values))
 
 
-def _what_is_wrong_with_image(image: Record) -> str:
-    """A sentence without its subject; "" = nothing."""
+def _image_problem(image: Record) -> str:
+    """Return what is wrong, as a sentence without its subject; "" = nothing."""
     file_name, width, height = (image.get(key) for key in ("file_name", "width", "height"))
     if not isinstance(file_name, str):
         return "has no file_name: add it"
     if os.path.isabs(file_name) or ".." in Path(file_name).parts:
-        return f"has the file_name {_shown(image)}, which leads out of the folder of images: name the file inside of it"
+        return f"has the file_name {_short(image)}, which leads out of the folder of images: name the file inside of it"
     if not (_is_whole(width) and _is_whole(height) and width > 0 and height > 0):
-        return f"has the width {width!r:.80} and the height {height!r:.80}: give the size of {_shown(image)} in pixels"
+        return f"has the width {width!r:.80} and the height {height!r:.80}: give the size of {_short(image)} in pixels"
     if not has_valid_size((width, height)):
         return f"has {width} × {height} pixels, which show nothing: remove it"
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
@@ -338,14 +303,12 @@ def _what_is_wrong_with_image(image: Record) -> str:
     return ""
 
 
-def _what_is_wrong_with_object(annotation: Record, image: Record) -> str:
-    """A sentence without its subject; "" = nothing."""
-    box, area = annotation.get("bbox"), annotation.get("area")
-    if not _are_numbers(box) or len(box) != 4:
-        return f"has the bbox {box!r:.100}: it should be four numbers, x, y, width and height"
-    if box[2] < 0 or box[3] < 0:
-        return f"has the bbox {box}, whose width or height is negative: fix it"
-    if area is not None and not _are_numbers([area]):
+def _annotation_problem(annotation: Record, image: Record) -> str:
+    """Return what is wrong, as a sentence without its subject; "" = nothing."""
+    area = annotation.get("area")
+    if problem := box_problem(annotation.get("bbox")):
+        return problem
+    if area is not None and not are_numbers([area]):
         return f"has the area {area!r:.100}: it should be a number of pixels"
     if annotation.get("iscrowd") not in (None, 0, 1):
         return f"has the iscrowd {annotation['iscrowd']!r:.100}: it should be 0 or 1"
@@ -353,27 +316,36 @@ def _what_is_wrong_with_object(annotation: Record, image: Record) -> str:
     if not segmentation:
         return "has no segmentation, but masks are learned from it: add it, or remove the annotation"
     if isinstance(segmentation, list):
-        return _what_is_wrong_with_polygons(segmentation)
-    return what_is_wrong_with_rle(segmentation, image)
+        return _polygon_problem(segmentation)
+    return rle_problem(segmentation, image)
 
 
-def _what_is_wrong_with_polygons(polygons: list[Any]) -> str:
+def box_problem(box: Any) -> str:
+    """Return what is wrong, as a sentence without its subject; "" = nothing."""
+    if not are_numbers(box) or len(box) != 4:
+        return f"has the bbox {box!r:.100}: it should be four numbers, x, y, width and height"
+    if box[2] < 0 or box[3] < 0:
+        return f"has the bbox {box}, whose width or height is negative: fix it"
+    return ""
+
+
+def _polygon_problem(polygons: list[Any]) -> str:
     for polygon in polygons:
-        if not _are_numbers(polygon, FARTHEST_CORNER):
+        if not are_numbers(polygon, FARTHEST_CORNER):
             return "has a polygon that is not a list of numbers between ±100,000, x and y in turn: fix or remove it"
         if len(polygon) < 6 or len(polygon) % 2:
             return f"has a polygon of {len(polygon)} numbers: it should have x and y of three corners or more"
     return ""
 
 
-def what_is_wrong_with_rle(rle: Any, image: Record) -> str:
-    """Why a mask is none of its image, as a sentence without its subject; "" = nothing."""
+def rle_problem(rle: Any, image: Record) -> str:
+    """Return what is wrong, as a sentence without its subject; "" = nothing."""
     size = [image["height"], image["width"]]
     if not isinstance(rle, dict) or not isinstance(rle.get("counts"), list | str):
         return "has a segmentation that is neither a list of polygons nor RLE with size and counts: fix it"
     if rle.get("size") != size:
         found = f"{rle.get('size')!r:.80}"
-        return f"has a mask of the size {found}, but its image has {size}, height and width: mend one of them"
+        return f"has a mask of the size {found}, but its image has {size}, height and width: fix one of them"
     runs = _run_lengths(rle["counts"])
     if not all(_is_whole(run) and run >= 0 for run in runs) or sum(runs) != size[0] * size[1]:
         # pycocotools would fill such a mask with whatever is in memory.
@@ -399,7 +371,7 @@ def _run_lengths(counts: list[Any] | str) -> list[Any]:
     return runs
 
 
-def _inside(box: list[float], image: Record) -> tuple[float, float, float, float]:
+def _clip_box(box: list[float], image: Record) -> tuple[float, float, float, float]:
     """The part of a box that lies in its image, from x, y, width, height to x1, y1, x2, y2."""
     x, y, width, height = box
     right, bottom = float(image["width"]), float(image["height"])
@@ -408,7 +380,7 @@ def _inside(box: list[float], image: Record) -> tuple[float, float, float, float
 
 def _has_area(annotation: Record, image: Record) -> bool:
     """Whether the box of an object has an area in the image and its mask a pixel, as far as one can tell quickly."""
-    left, top, right, bottom = _inside(annotation["bbox"], image)
+    left, top, right, bottom = _clip_box(annotation["bbox"], image)
     width, height = right - left, bottom - top
     if width < NARROWEST_BOX or height < NARROWEST_BOX:
         return False
@@ -424,18 +396,7 @@ def _has_area(annotation: Record, image: Record) -> bool:
 
 def _encode(segmentation: Any, image: Record) -> Record:
     """A mask as compressed RLE, whichever way it is written."""
-    height, width = image["height"], image["width"]
-    if isinstance(segmentation, list):
-        return coco_masks.merge(coco_masks.frPyObjects(segmentation, height, width))
-    return (
-        coco_masks.frPyObjects(segmentation, height, width)
-        if isinstance(segmentation["counts"], list)
-        else segmentation
-    )
-
-
-def _decode(masks: list[Record], image: Record) -> Tensor:
-    """Masks of an image as a tensor (masks, height, width)."""
-    if not masks:
-        return torch.zeros(0, image["height"], image["width"], dtype=torch.uint8)
-    return torch.from_numpy(np.ascontiguousarray(coco_masks.decode(masks).transpose(2, 0, 1)))
+    if isinstance(segmentation, dict) and isinstance(segmentation["counts"], str):
+        return segmentation
+    encoded = coco_masks.frPyObjects(segmentation, image["height"], image["width"])
+    return coco_masks.merge(encoded) if isinstance(segmentation, list) else encoded

@@ -38,7 +38,7 @@ class DetectionDataConfig(SplitDataConfig):
 class DetectionDataOptions(SplitDataOptions):
     """Images to evaluate on, where they differ from those of the training run."""
 
-    source_fields: ClassVar[tuple[str, ...]] = ("path", "eval_annotations", "eval_folder")
+    source_fields: ClassVar[tuple[str, ...]] = ("path",)
 
     eval_annotations: str | None = None
     """The annotations to evaluate on, if they are elsewhere; null = as in the run."""
@@ -46,8 +46,11 @@ class DetectionDataOptions(SplitDataOptions):
     """The folder of the images to evaluate on, if it is elsewhere; null = as in the run."""
 
     def applied_to(self, run: Any, default: Any) -> Any:
-        data = super().applied_to(run, default)
-        unused = [name for name in ("path", "eval_split") if name in self.overrides()]
+        named = self.overrides().keys()
+        # Both together are other data; one of them alone replaces its part of the run's.
+        is_elsewhere = {"eval_annotations", "eval_folder"} <= named
+        data = super().applied_to(None if is_elsewhere else run, default)
+        unused = [name for name in ("path", "eval_split") if name in named]
         require(
             not unused or data.eval_annotations is None or data.eval_folder is None,
             f"data.{' and data.'.join(unused)} would not be used, because data.eval_annotations and data.eval_folder "
@@ -75,23 +78,32 @@ class DetectionAugmentConfig:
     """Share of images into which objects of another image are pasted."""
 
     def __post_init__(self) -> None:
-        sides = dict.fromkeys(("min_sizes", "max_size", "jitter_size"), MOST_PIXELS)
-        check_fields(self, "augment", scale_jitter=100, hflip=FRACTION, copy_paste=FRACTION, **sides)
-        require(
-            bool(self.min_sizes) and min(self.min_sizes) > 0, "augment.min_sizes should hold at least one side above 0"
-        )
+        sides = dict.fromkeys(("min_sizes", "max_size", "jitter_size"), Range(1, MOST_PIXELS))
+        fractions = dict.fromkeys(("hflip", "copy_paste"), FRACTION)
+        check_fields(self, "augment", scale_jitter=Range(0, 100, above_least=True), **sides, **fractions)
+        require(bool(self.min_sizes), "augment.min_sizes should hold at least one side")
         require(
             self.max_size >= max(self.min_sizes),
             f"augment.max_size is {self.max_size}, which is below the shorter side {max(self.min_sizes)}: raise it",
         )
         jitter = self.scale_jitter
-        require(jitter is None or 0 < jitter[0] <= jitter[1], "augment.scale_jitter should rise from above 0")
-        require(self.jitter_size > 0, f"augment.jitter_size is {self.jitter_size}: it should be positive")
+        require(jitter is None or jitter[0] <= jitter[1], "augment.scale_jitter should rise from above 0")
 
 
 @dataclass
 class DetectorConfig(BackboneConfig):
     """The detector, and the weights that it starts from."""
+
+    ranges: ClassVar[dict[str, Range]] = {
+        **BackboneConfig.ranges,
+        **dict.fromkeys(("min_size", "max_size", "anchor_size"), Range(1, MOST_PIXELS)),
+        **dict.fromkeys(("box_batch_size_per_image", "box_detections_per_img"), Range(1, 10**6)),
+        **dict.fromkeys(("box_score_thresh", "box_nms_thresh"), Range(0, 1)),
+        "num_classes": Range(1, MOST_CLASSES),
+        "frozen_stages": Range(0, 4),
+        "channels": Range(1, 2048),
+        "box_channels": Range(1, 8192),
+    }
 
     arch: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
     """One stage of boxes and masks, or three that refine each other's boxes."""
@@ -120,34 +132,8 @@ class DetectorConfig(BackboneConfig):
     box_detections_per_img: int = 100
     """Largest number of objects in an image."""
 
-    def most(self) -> dict[str, float | Range]:
-        return {
-            "num_classes": MOST_CLASSES,
-            "min_size": MOST_PIXELS,
-            "max_size": MOST_PIXELS,
-            "channels": 2048,
-            "box_channels": 8192,
-            "anchor_size": MOST_PIXELS,
-            "box_batch_size_per_image": 10**6,
-            "box_score_thresh": FRACTION,
-            "box_nms_thresh": FRACTION,
-            "box_detections_per_img": 10**6,
-        }
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (
-            "min_size",
-            "channels",
-            "box_channels",
-            "anchor_size",
-            "box_batch_size_per_image",
-            "box_detections_per_img",
-        ):
-            value = vars(self)[name]
-            require(value > 0, f"model.{name} is {value}: it should be at least 1")
-        require(self.num_classes is None or self.num_classes > 0, "model.num_classes should be at least 1")
-        require(0 <= self.frozen_stages <= 4, f"model.frozen_stages is {self.frozen_stages}: there are 4 stages")
         require(
             self.max_size >= self.min_size,
             f"model.max_size is {self.max_size}, which is below model.min_size {self.min_size}: raise it",
@@ -190,8 +176,8 @@ class DetectionEvalOptions(EvalOptions):
     their own."""
 
     def __post_init__(self) -> None:
-        given = {"checkpoint": self.checkpoint, "precision": self.precision, "device": self.device}
-        given["data.workers"] = None if self.data.workers is None else str(self.data.workers)
+        given = {name: vars(self)[name] for name in ("checkpoint", "precision", "device")}
+        given["data.workers"] = self.data.workers
         unused = [name for name, value in given.items() if value not in (None, "no")]
         require(
             not self.results or not unused,

@@ -19,8 +19,6 @@ BOXES, MASKS = 1000, 100
 CATEGORIES = 80
 
 Kind = Literal["mask_rcnn", "cascade_mask_rcnn"]
-
-
 ARCHS = {"": "mask_rcnn", "cascade_": "cascade_mask_rcnn"}
 FILE = Path(__file__).with_name("catalog.json")
 # Written by tools/model_tables.py. Each InLine backbone is above its softmax counterpart.
@@ -32,15 +30,9 @@ def detector_cost(
 ) -> tuple[int, float]:
     """Count a detector's parameters and its multiply-adds for one image, in 10⁹.
 
-    Part by part, because how many regions there are depends on what is seen: the backbone and its pyramid on the image,
-    the proposal head on all levels, the box head of each stage on some regions and its mask head on fewer. Pooling and
-    selection of regions do not count.
-
-    Args:
-        detector: The detector; on the meta device this takes no memory, and shortcuts of attention do not count.
-        size: (H, W) of the image.
-        boxes: Regions that the box heads see.
-        masks: Regions that the mask heads see.
+    Part by part, with fixed numbers of regions for the box heads and the mask heads, because otherwise they depend on
+    the image. Pooling and selection of regions do not count. On the meta device this takes no memory, and shortcuts of
+    attention do not count.
     """
     device = next(detector.parameters()).device
     image = torch.zeros(1, 3, *size, device=device)
@@ -59,7 +51,7 @@ def detector_cost(
 
 
 def stages_of(detector: PyramidRCNN) -> list[RoIHeads]:
-    """The heads of a detector, one or several of them in a cascade."""
+    """Return the heads of a detector, several of them in a cascade."""
     heads = detector.roi_heads
     return list(heads.stages) if isinstance(heads, CascadeRoIHeads) else [heads]
 

@@ -10,7 +10,7 @@ from ...data.loader import ShuffledLoader, TrainLoader
 from ...data.samplers import GroupedSampler, ShardedSampler
 from .coco import CocoSource
 from .config import DetectionAugmentConfig, DetectionDataConfig
-from .transforms import Sample, Transform, as_tensors, as_tv_tensors, paste_objects, training_transform
+from .transforms import Sample, Transform, as_tv_tensors, paste_objects, training_transform
 
 
 class DetectionSamples(Dataset[Sample]):
@@ -39,7 +39,7 @@ class DetectionSamples(Dataset[Sample]):
     def draw(self, index: int) -> Sample:
         """Return an augmented image and its objects."""
         image, target = pil_to_tensor(self.source.read_image(index)), self.source.read_target(index)
-        return as_tensors(*self.transform(*as_tv_tensors(image, target)))
+        return self.transform(*as_tv_tensors(image, target))
 
 
 def random_subset(count: int) -> Tensor:
@@ -60,20 +60,12 @@ def make_train_loader(
     seed: int,
     plan: BatchPlan,
 ) -> TrainLoader:
-    """Return the batches (images, targets) of one process, in an order that the seed decides.
-
-    Args:
-        source: Where the images come from.
-        augment: The augmentation.
-        config: Whether images are grouped.
-        seed: The run's seed.
-        plan: Size of batches, number of workers, which share of each batch.
-    """
+    """Return the batches (images, targets) of one process, in an order that the seed decides."""
     samples = DetectionSamples(source, training_transform(augment), augment.copy_paste)
     order: ShardedSampler
     # All squares of large-scale jitter have the same size.
     if config.group_by_aspect and augment.scale_jitter is None:
-        is_landscape = [int(source.aspect(index) >= 1) for index in range(len(source))]
+        is_landscape = [int(image["width"] >= image["height"]) for image in source.images]
         order = GroupedSampler(is_landscape, plan, seed=seed)
     else:
         order = ShardedSampler(len(source), plan, seed=seed)

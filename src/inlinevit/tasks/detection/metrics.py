@@ -6,10 +6,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +21,15 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
+from torchvision.ops import box_convert
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ...engine.evaluator import Evaluation, Evaluator
+from ...engine.evaluator import Evaluation
 from ...engine.results import percent
 from ...utils.atomic import atomic_write_bytes, finite
 from ...utils.files import read_json
-from ..dense import make_single_loader
-from .coco import Category, CocoSource, Record, what_is_wrong_with_rle
-from .model import DetectorTransform
+from ..dense import SingleImageEvaluator
+from .coco import Category, CocoSource, Record, are_numbers, box_problem, rle_problem
 
 # COCO's names for boxes and masks.
 PARTS = {"box": "bbox", "mask": "segm"}
@@ -42,68 +42,51 @@ RESULTS_JSON = "results_{}.json"
 
 
 @dataclass
-class CategoryPrecision:
-    """Average precision of one category.
-
-    Attributes:
-        category: The category.
-        objects: How many there are, without crowds.
-        box: AP of the boxes, 0 … 1; nan if there are no objects, None if there are no boxes to evaluate.
-        mask: The same for the masks.
-    """
-
-    category: Category
-    objects: int
-    box: float | None
-    mask: float | None
-
-
-@dataclass
 class DetectionEvaluation(Evaluation):
-    """The result of an evaluation.
+    """The result of an evaluation. `metrics` and `class_ap` have those of "box" and "mask" that the results have.
 
     Attributes:
-        box: COCO's twelve numbers for boxes by name, 0 … 1; NaN where there are no such objects. None if the results
-            have no boxes.
-        mask: The same for masks.
-        categories: AP by category, in the order of their ids.
+        metrics: COCO's twelve numbers by name, 0 … 1; NaN where there are no such objects.
+        class_ap: AP of each category, 0 … 1; NaN for one without objects.
+        categories: In the order of their ids.
+        objects: How many objects of each category there are, without crowds.
         images: How many images were evaluated.
         results: What was evaluated, in COCO's results format; None = it is not to be written.
     """
 
-    box: dict[str, float] | None
-    mask: dict[str, float] | None
-    categories: list[CategoryPrecision]
+    metrics: dict[str, dict[str, float]]
+    class_ap: dict[str, list[float]]
+    categories: list[Category]
+    objects: list[int]
     images: int
     results: list[Record] | None = None
 
     def numbers(self) -> dict[str, float]:
         """See Evaluation.numbers: box_AP, box_AP50, …, mask_AP, …."""
-        parts = {"box": self.box, "mask": self.mask}
-        return {f"{part}_{name}": value for part, some in parts.items() for name, value in (some or {}).items()}
+        return {f"{part}_{name}": value for part, some in self.metrics.items() for name, value in some.items()}
 
     def tables(self) -> list[list[dict[str, str]]]:
-        parts = {"boxes": self.box, "masks": self.mask}
-        known = {part: numbers for part, numbers in parts.items() if numbers is not None}
+        titles = {"box": "boxes", "mask": "masks"}
         return [
-            [{"": part, **{f"{name} %": percent(numbers[name]) for name in names}} for part, numbers in known.items()]
+            [
+                {"": titles[part], **{f"{name} %": percent(numbers[name]) for name in names}}
+                for part, numbers in self.metrics.items()
+            ]
             for names in (NUMBERS[:6], NUMBERS[6:])
         ]
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
         """See Evaluation.class_scores; masks say more than boxes."""
-        names = [one.category.name for one in self.categories]
-        scores = {"mask AP": [one.mask for one in self.categories], "box AP": [one.box for one in self.categories]}
-        known = {heading: [value for value in values if value is not None] for heading, values in scores.items()}
-        return names, {heading: values for heading, values in known.items() if len(values) == len(names)}
+        scores = {f"{part} AP": self.class_ap[part] for part in ("mask", "box") if part in self.class_ap}
+        return [category.name for category in self.categories], scores
 
     def per_class(self) -> list[Record]:
-        rows = []
-        for one in self.categories:
-            precisions = {"box_AP": one.box, "mask_AP": one.mask}
-            known = finite({name: math.nan if value is None else value for name, value in precisions.items()})
-            rows.append({**asdict(one.category), "objects": one.objects, **known})
-        return rows
+        unknown = [math.nan] * len(self.categories)
+        precisions = (self.class_ap.get(part, unknown) for part in PARTS)
+        return [
+            {**category._asdict(), "objects": objects, **finite({"box_AP": box, "mask_AP": mask})}
+            for category, objects, box, mask in zip(self.categories, self.objects, *precisions, strict=True)
+        ]
 
     def save_files(self, folder: Path) -> None:
         """See Evaluation.save_files.
@@ -115,8 +98,8 @@ class DetectionEvaluation(Evaluation):
             atomic_write_bytes(folder / RESULTS_JSON.format(iou_type), content)
 
 
-class DetectionEvaluator(Evaluator):
-    """Evaluates detectors on one data set, one image at a time: the same for any number of processes.
+class DetectionEvaluator(SingleImageEvaluator):
+    """Evaluates detectors on one data set.
 
     Args:
         source: The images.
@@ -135,19 +118,15 @@ class DetectionEvaluator(Evaluator):
         keep_results: bool = False,
         results: list[Record] | None = None,
     ) -> None:
-        self.source, self.workers, self.keep_results, self.results = source, workers, keep_results, results
+        super().__init__(source, workers)
+        self.keep_results, self.results = keep_results, results
         self.categories = source.categories if categories is None else categories
 
     def loader(self, process: int, processes: int) -> Iterable[tuple[int, Tensor]]:
-        """See Evaluator.loader: index and image (3, height, width) uint8."""
-        if self.results is not None:
-            return []
-        return make_single_loader(
-            len(self.source), self.read, workers=self.workers, process=process, processes=processes
-        )
+        return super().loader(process, processes) if self.results is None else []
 
-    def read(self, index: int) -> tuple[int, Tensor]:
-        """Read an image."""
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        """Return the index and the image (3, height, width) uint8."""
         return index, pil_to_tensor(self.source.read_image(index))
 
     def reset(self, device: torch.device) -> None:
@@ -161,14 +140,13 @@ class DetectionEvaluator(Evaluator):
         image_id = self.source.images[index]["id"]
         self.found.append((index, to_results(answer, image_id, (height, width), self.categories)))
 
-    def collect(self) -> list[Record]:
-        """Return the results of all processes, in COCO's format and in the order of the images."""
-        by_image = sorted(gather_object(self.found), key=itemgetter(0))
-        return [result for _, results in by_image for result in results]
-
     def compute(self, accelerator: Accelerator) -> DetectionEvaluation:
         """See Evaluator.compute; one process computes the metrics, which takes minutes for COCO."""
-        results = self.collect() if self.results is None else self.results
+        results = self.results
+        if results is None:
+            # In the order of the images.
+            by_image = sorted(gather_object(self.found), key=itemgetter(0))
+            results = [result for _, found in by_image for result in found]
         outcome: list[Any] = [None]
         if accelerator.is_main_process:
             evaluation = coco_metrics(self.source.ground_truth(), results)
@@ -188,22 +166,17 @@ def detect(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
     Returns:
         Boxes (objects, 4), labels (objects,), scores (objects,) and masks (objects, 1, side, side).
     """
-    transform = cast(DetectorTransform, model.transform)
-    before, transform.pastes_masks = transform.pastes_masks, False
-    try:
-        (answer,) = model([image.float() / 255])
-    finally:
-        transform.pastes_masks = before
+    (answer,) = model([image.float() / 255], paste_masks=False)
     return answer
 
 
 def to_results(
     answer: dict[str, Tensor], image_id: int, size: tuple[int, int], categories: Sequence[Category]
 ) -> list[Record]:
-    """Convert the output of a detector to COCO's results format. Nothing is rounded.
+    """Convert the output of `detect` to COCO's results format. Nothing is rounded.
 
     Args:
-        answer: As `detect` gives it.
+        answer: The output.
         image_id: COCO's id of the image.
         size: Height and width of the image.
         categories: What the labels 1, 2, … mean.
@@ -211,31 +184,19 @@ def to_results(
     # A head may be wider than there were categories: labels without a category are dropped.
     is_named = answer["labels"] <= len(categories)
     boxes, labels, scores, masks = (answer[name][is_named] for name in ("boxes", "labels", "scores", "masks"))
-    corners = boxes.cpu().double()
-    sides = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
+    ids = [categories[label - 1].id for label in labels.tolist()]
+    corners = box_convert(boxes.cpu().double(), "xyxy", "xywh").tolist()
+    objects = zip(ids, corners, scores.tolist(), encode_masks(masks, boxes, size), strict=True)
     return [
-        {
-            "image_id": image_id,
-            "category_id": categories[label - 1].id,
-            "bbox": box,
-            "score": score,
-            "segmentation": rle,
-        }
-        for label, box, score, rle in zip(
-            labels.tolist(), sides, scores.tolist(), encode_masks(masks, boxes, size), strict=True
-        )
+        {"image_id": image_id, "category_id": number, "bbox": box, "score": score, "segmentation": rle}
+        for number, box, score, rle in objects
     ]
 
 
 def encode_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Iterator[Record]:
-    """Encode masks as COCO's compressed RLE.
+    """Encode masks (objects, 1, side, side), probabilities within boxes x1 y1 x2 y2, as COCO's compressed RLE.
 
     The same as torchvision's paste_masks_in_image, without an image of numbers for each mask.
-
-    Args:
-        masks: (objects, 1, side, side) probabilities within the boxes.
-        boxes: (objects, 4) x1 y1 x2 y2.
-        size: Height and width of the image.
     """
     height, width = size
     padded, scale = expand_masks(masks.float().cpu(), padding=1)
@@ -260,22 +221,15 @@ def coco_metrics(ground_truth: Record, results: Sequence[Record]) -> DetectionEv
         results: In COCO's results format, with boxes, masks or both. Sizes are those of boxes for boxes, and those of
             masks for masks, as COCO has them in two files.
     """
-    sorted_categories = sorted(ground_truth["categories"], key=lambda record: record["id"])
-    categories = [Category(record["id"], record["name"]) for record in sorted_categories]
-    numbers: dict[str, dict[str, float] | None] = {}
-    precisions: dict[str, list[float] | list[None]] = {}
+    categories = sorted(Category(record["id"], record["name"]) for record in ground_truth["categories"])
+    objects = Counter(record["category_id"] for record in ground_truth["annotations"] if not record["iscrowd"])
+    counts = [objects[category.id] for category in categories]
+    evaluation = DetectionEvaluation({}, {}, categories, counts, images=len(ground_truth["images"]))
     for part, iou_type in PARTS.items():
         chosen = only(part, results)
-        if results and not chosen:
-            numbers[part], precisions[part] = None, [None] * len(categories)
-        else:
-            numbers[part], precisions[part] = _evaluate_part(ground_truth, chosen, iou_type)
-    objects = Counter(record["category_id"] for record in ground_truth["annotations"] if not record["iscrowd"])
-    per_class = [
-        CategoryPrecision(category, objects[category.id], box, mask)
-        for category, box, mask in zip(categories, precisions["box"], precisions["mask"], strict=True)
-    ]
-    return DetectionEvaluation(numbers["box"], numbers["mask"], per_class, images=len(ground_truth["images"]))
+        if chosen or not results:
+            evaluation.metrics[part], evaluation.class_ap[part] = _evaluate_part(ground_truth, chosen, iou_type)
+    return evaluation
 
 
 def only(part: str, results: Sequence[Record]) -> list[Record]:
@@ -320,49 +274,42 @@ def read_results(files: Sequence[str], ground_truth: Record) -> list[Record]:
     """
     images = {record["id"]: record for record in ground_truth["images"]}
     categories = {record["id"] for record in ground_truth["categories"]}
+    remedy = "name results in COCO's format with --results"
     results = []
     for file in files:
         try:
             content = read_json(file)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"no file at {file}: name results in COCO's format with --results") from error
+            raise FileNotFoundError(f"no file at {file}: {remedy}") from error
         except ValueError as error:
-            raise ValueError(
-                f"{file} is not valid JSON ({error}): name results in COCO's format with --results"
-            ) from error
+            raise ValueError(f"{file} is not valid JSON ({error}): {remedy}") from error
         if not isinstance(content, list):
-            raise ValueError(f"{file} holds no list: name results in COCO's format with --results")
+            raise ValueError(f"{file} holds no list: {remedy}")
         for place, result in enumerate(content):
-            problem = _what_is_wrong(result, images, categories)
-            if problem:
+            if problem := _result_problem(result, images, categories):
                 raise ValueError(f"result {place} of {file} {problem}")
         results += content
     return results
 
 
-def _what_is_wrong(result: Any, images: dict[Any, Record], categories: set[Any]) -> str:
-    """Why a result cannot be evaluated, as a sentence without its subject; "" if it can be."""
+def _result_problem(result: Any, images: dict[Any, Record], categories: set[Any]) -> str:
+    """Return why a result cannot be evaluated, as a sentence without its subject; "" if it can be."""
     if not isinstance(result, dict) or not {"image_id", "category_id", "score"} <= result.keys():
         return "lacks image_id, category_id or score: write it in COCO's results format"
     image, category, score = result["image_id"], result["category_id"], result["score"]
-    if not _is_number(score):
-        return f"has the score {score!r}: it should be a number"
+    if not are_numbers([score]):
+        return f"has the score {score!r:.100}: it should be a number"
     for number, kind, known in ((image, "image", images), (category, "category", categories)):
         if not isinstance(number, int) or number not in known:
-            return f"is for {kind} {number!r}, which the data do not have: evaluate it on the data that it was made for"
+            return (
+                f"is for {kind} {number!r:.100}, which the data do not have: evaluate it on the data that it was made "
+                "for"
+            )
     if not result.keys() & set(FIELDS.values()):
         return f"has neither {' nor '.join(FIELDS.values())}: write it in COCO's results format"
-    if "bbox" in result:
-        box = result["bbox"]
-        if not (isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))):
-            return f"has the bbox {box!r}: it should be four numbers, x, y, width and height"
-    if "segmentation" in result:
-        rle = result["segmentation"]
-        if not (isinstance(rle, dict) and isinstance(rle.get("counts"), str)):
-            return "has a segmentation that is not a compressed RLE, as in COCO's results format: convert it"
-        return what_is_wrong_with_rle(rle, images[image])
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    if "bbox" in result and (problem := box_problem(result["bbox"])):
+        return problem
+    rle = result.get("segmentation")
+    if "segmentation" in result and not (isinstance(rle, dict) and isinstance(rle.get("counts"), str)):
+        return "has a segmentation that is not a compressed RLE, as in COCO's results format: convert it"
+    return rle_problem(rle, images[image]) if "segmentation" in result else ""

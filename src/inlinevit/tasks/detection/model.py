@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -29,61 +30,23 @@ BY_CLASS = ("cls_score", "box_predictor.bbox_pred", "mask_fcn_logits")
 
 
 class DetectorTransform(GeneralizedRCNNTransform):
-    """torchvision's way from images to a batch and back, for images that come resized in training.
+    """torchvision's way from images to a batch and back, which can leave masks at the size of the heads, 28 × 28."""
 
-    Attributes:
-        pastes_masks: Whether masks come as large as their images, (objects, 1, height, width); otherwise they are
-            (objects, 1, 28, 28), for paste_masks_in_image to paste a few at a time.
-    """
-
-    def __init__(self, config: DetectorConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        super().__init__(config.min_size, config.max_size, list(mean), list(std), _skip_resize=True)
-        self.pastes_masks = True
+    paste_masks = True
 
     def postprocess(
         self, result: list[dict[str, Tensor]], image_shapes: list[tuple[int, int]], original: list[tuple[int, int]]
     ) -> list[dict[str, Tensor]]:
         """Detections in the coordinates of the images as they were given."""
-        if self.pastes_masks or self.training:
-            return super().postprocess(result, image_shapes, original)
-        small = [one.pop("masks") for one in result]
+        small = [] if self.paste_masks else [one.pop("masks") for one in result]
         result = super().postprocess(result, image_shapes, original)
-        return [{**one, "masks": masks} for one, masks in zip(result, small, strict=True)]
+        for one, masks in zip(result, small, strict=False):
+            one["masks"] = masks
+        return result
 
 
-class ProposalHead(RPNHead):
-    """torchvision's, with answers in full precision: boxes are made of them, and half precision has no fine places."""
-
-    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Maps to logits and box codes of all anchors."""
-        logits, deltas = super().forward(x)
-        return [one.float() for one in logits], [one.float() for one in deltas]
-
-
-class BoxPredictor(FastRCNNPredictor):
-    """torchvision's, with answers in full precision."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Regions (n, channels) to logits (n, classes) and box codes (n, 4 · classes)."""
-        logits, deltas = super().forward(x)
-        return logits.float(), deltas.float()
-
-
-class MaskPredictor(MaskRCNNPredictor):
-    """torchvision's, with answers in full precision."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Regions (n, channels, 14, 14) to masks (n, classes, 28, 28)."""
-        return super().forward(x).float()
-
-
-class ClassAgnosticPredictor(BoxPredictor):
-    """Scores by class, and one box for all of them.
-
-    Args:
-        in_channels: Of a region.
-        num_classes: With background.
-    """
+class ClassAgnosticPredictor(FastRCNNPredictor):
+    """Scores by class (with background), and one box for all of them."""
 
     def __init__(self, in_channels: int, num_classes: int) -> None:
         super().__init__(in_channels, num_classes)
@@ -96,31 +59,32 @@ class ClassAgnosticPredictor(BoxPredictor):
         return logits, deltas.repeat(1, self.num_classes)
 
 
+def full_precision(head: nn.Module) -> nn.Module:
+    """Have a head of torchvision return float32 even under autocast: half precision is too coarse for boxes."""
+    head.register_forward_hook(_to_float32)
+    return head
+
+
+def _to_float32(module: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map(Tensor.float, output)
+
+
 class PyramidRCNN(MaskRCNN):
     """Mask R-CNN on a feature pyramid, with heads of one stage or in a cascade.
 
     Args:
         backbone: The pyramid.
-        config: Its heads, and what it tells.
+        config: The heads, and which detections are returned.
         num_classes: Categories, without background.
-        mean: Of the images, by channel.
-        std: Of the images, by channel.
     """
 
-    def __init__(
-        self,
-        backbone: PyramidBackbone,
-        config: DetectorConfig,
-        num_classes: int,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-    ) -> None:
+    def __init__(self, backbone: PyramidBackbone, config: DetectorConfig, num_classes: int) -> None:
         anchors = [config.anchor_size * 2**level for level in range(5)]
         heads = make_heads(config, num_classes)
         super().__init__(
             backbone,
             rpn_anchor_generator=AnchorGenerator(tuple((side,) for side in anchors), (ASPECT_RATIOS,) * len(anchors)),
-            rpn_head=ProposalHead(config.channels, len(ASPECT_RATIOS)),
+            rpn_head=full_precision(RPNHead(config.channels, len(ASPECT_RATIOS))),
             box_head=heads.box_head,
             box_predictor=heads.box_predictor,
             mask_head=heads.mask_head,
@@ -131,7 +95,16 @@ class PyramidRCNN(MaskRCNN):
             if config.arch == "mask_rcnn"
             else CascadeRoIHeads([heads, *(make_heads(config, num_classes, stage) for stage in (1, 2))])
         )
-        self.transform = DetectorTransform(config, mean, std)
+        mean, std = map(list, mean_and_std(config.backbone))
+        # Training images are resized by the augmentation.
+        self.transform = DetectorTransform(config.min_size, config.max_size, mean, std, _skip_resize=True)
+
+    def forward(
+        self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None, *, paste_masks: bool = True
+    ) -> Any:
+        """As torchvision's; without `paste_masks`, masks are (objects, 1, 28, 28), for paste_masks_in_image."""
+        self.transform.paste_masks = paste_masks
+        return super().forward(images, targets)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute the backbone's activations twice instead of keeping them."""
@@ -147,19 +120,13 @@ class PyramidRCNN(MaskRCNN):
 
 
 def make_heads(config: DetectorConfig, num_classes: int, stage: int = 0) -> RoIHeads:
-    """The heads of one stage.
-
-    Args:
-        config: The detector.
-        num_classes: Categories, without background.
-        stage: Which one of a cascade; the first is that of Mask R-CNN.
-    """
-    predictor = ClassAgnosticPredictor if config.class_agnostic_boxes else BoxPredictor
+    """Return the heads of one stage of a cascade; the first stage is that of Mask R-CNN."""
+    predictor = ClassAgnosticPredictor if config.class_agnostic_boxes else FastRCNNPredictor
     threshold, levels = IOU_THRESHOLDS[stage], ["0", "1", "2", "3"]
     return RoIHeads(
         box_roi_pool=MultiScaleRoIAlign(levels, BOX_REGION, sampling_ratio=2),
         box_head=TwoMLPHead(config.channels * BOX_REGION**2, config.box_channels),
-        box_predictor=predictor(config.box_channels, num_classes + 1),
+        box_predictor=full_precision(predictor(config.box_channels, num_classes + 1)),
         fg_iou_thresh=threshold,
         bg_iou_thresh=threshold,
         batch_size_per_image=config.box_batch_size_per_image,
@@ -170,7 +137,7 @@ def make_heads(config: DetectorConfig, num_classes: int, stage: int = 0) -> RoIH
         detections_per_img=config.box_detections_per_img,
         mask_roi_pool=MultiScaleRoIAlign(levels, MASK_REGION, sampling_ratio=2),
         mask_head=MaskRCNNHeads(config.channels, (config.channels,) * MASK_LAYERS, 1),
-        mask_predictor=MaskPredictor(config.channels, config.channels, num_classes + 1),
+        mask_predictor=full_precision(MaskRCNNPredictor(config.channels, config.channels, num_classes + 1)),
     )
 
 
@@ -191,15 +158,10 @@ def cascade_mask_rcnn(backbone: str, num_classes: int, **options: Any) -> Pyrami
 
 
 def build_detector(config: DetectorConfig, num_classes: int) -> PyramidRCNN:
-    """Build a detector with the initial weights of its config; see build_on_backbone() for errors.
-
-    Args:
-        config: The detector.
-        num_classes: Categories, without background.
-    """
+    """Build a detector for `num_classes` categories, without background; see build_on_backbone() for errors."""
 
     def assemble(body: nn.Module) -> PyramidRCNN:
         backbone = PyramidBackbone(body, config.channels, frozen_stages=config.frozen_stages)
-        return PyramidRCNN(backbone, config, num_classes, *mean_and_std(config.backbone))
+        return PyramidRCNN(backbone, config, num_classes)
 
     return build_on_backbone(config, assemble, prefix=BODY, by_class=BY_CLASS)

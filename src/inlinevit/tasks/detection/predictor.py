@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...engine.evaluator import EvalData
 from ...engine.predictor import DrawingPredictor, Rendering
@@ -46,8 +46,8 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         return [self.find_objects(image, options.threshold, device) for image in images]
 
     def find_objects(self, image: Image.Image, threshold: float, device: torch.device) -> list[Record] | None:
-        """Return the objects in an image whose scores are not below a threshold, the highest score first."""
-        answer = detect(self.model, torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device))
+        """Return the objects in an image; None if a score or a box is not finite."""
+        answer = detect(self.model, pil_to_tensor(image).to(device))
         if not all(bool(answer[name].isfinite().all()) for name in ("boxes", "scores")):
             return None
         chosen = {name: values[answer["scores"] >= threshold] for name, values in answer.items()}
@@ -112,28 +112,22 @@ def parse_categories(records: Any) -> list[Category]:
 
 
 def match_categories(known: Sequence[Category], source: CocoSource) -> list[Category]:
-    """Return the categories of a source in the order of a model's labels. They are matched by name.
-
-    Args:
-        known: The model's categories, by label.
-        source: The images and their categories, whose ids may differ.
-    """
+    """Return the categories of a source in the order of a model's labels. They are matched by name; ids may differ."""
     ours, theirs = [category.name for category in known], [category.name for category in source.categories]
+    by_name = {category.name: category for category in source.categories}
     twice = [name for name in theirs if theirs.count(name) > 1]
     require(not twice, f"{source.file} has two categories called {twice[0] if twice else ''}: rename one of them")
-    missing = {
-        "the model does not know {} of the images": [name for name in theirs if name not in ours],
-        "the images do not have {} of the model": [name for name in ours if name not in theirs],
-    }
-    problems = [text.format(_counted(names)) for text, names in missing.items() if names]
+    problems = []
+    for text, names in (
+        ("the model does not know {} of the images", [name for name in theirs if name not in ours]),
+        ("the images do not have {} of the model", [name for name in ours if name not in by_name]),
+    ):
+        if names:
+            count = f"{len(names)} {'category' if len(names) == 1 else 'categories'} ({shorten_list(names)})"
+            problems.append(text.format(count))
     require(
         not problems,
         f"{' and '.join(problems)}: name images with the same categories with --data.path or --data.eval_annotations, "
         "or another run",
     )
-    by_name = {category.name: category for category in source.categories}
     return [by_name[name] for name in ours]
-
-
-def _counted(names: list[str]) -> str:
-    return f"{len(names)} {'category' if len(names) == 1 else 'categories'} ({shorten_list(names)})"

@@ -1,15 +1,13 @@
 """A backbone of timm's with a feature pyramid on top: what torchvision's detectors call a backbone."""
 
 from collections import OrderedDict
-from typing import Any, cast
 
 import torch
-from timm.layers import Format, nhwc_to
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from ..backbone import STRIDES
+from ..backbone import PyramidFeatures
 
 # Side of the image that tells which parameters belong to which stage.
 PROBE_SIDE = 64
@@ -26,22 +24,16 @@ class PyramidBackbone(nn.Module):
 
     def __init__(self, body: nn.Module, channels: int, *, frozen_stages: int = 0) -> None:
         super().__init__()
-        info = cast(Any, body).feature_info
-        strides = list(info.reduction())
-        self.levels = [strides.index(stride) for stride in STRIDES]
-        self.output_fmt = Format(getattr(body, "output_fmt", Format.NCHW))
+        self.features = PyramidFeatures(body)
         self.body = body
         self.out_channels = channels
-        widths = [info.channels()[level] for level in self.levels]
-        self.fpn = FeaturePyramidNetwork(widths, channels, LastLevelMaxPool())
+        self.fpn = FeaturePyramidNetwork(self.features.channels, channels, LastLevelMaxPool())
         if frozen_stages:
             self.freeze(frozen_stages)
 
     def maps(self, images: Tensor) -> list[Tensor]:
         """Images (batch, 3, height, width) to the body's maps (batch, channels, height / stride, width / stride)."""
-        maps = self.body(images)
-        chosen = [maps[level] for level in self.levels]
-        return [nhwc_to(one, Format.NCHW) for one in chosen] if self.output_fmt == Format.NHWC else chosen
+        return self.features.select(self.body(images))
 
     def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
         """Images (batch, 3, height, width) to maps (batch, channels, …) called "0", "1", "2", "3" and "pool".

@@ -1,6 +1,5 @@
 """Detection as a task."""
 
-from dataclasses import asdict
 from typing import Any
 
 from accelerate import Accelerator
@@ -72,7 +71,7 @@ class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command
         return {name: numbers[name] for name in LOGGED}
 
     def metadata(self) -> dict[str, Any]:
-        return {CATEGORIES_JSON: [asdict(category) for category in self.categories]}
+        return {CATEGORIES_JSON: [category._asdict() for category in self.categories]}
 
     @classmethod
     def find_run(cls, model: str | None, options: Any) -> Run[Any] | None:

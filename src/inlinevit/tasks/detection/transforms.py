@@ -22,46 +22,35 @@ Transform = Callable[[Tensor, dict[str, Tensor]], Sample]
 
 
 def training_transform(augment: DetectionAugmentConfig) -> Transform:
-    """Return the augmentation of a training image and its objects.
-
-    Args:
-        augment: Its settings.
-    """
+    """Return the augmentation of a training image and its objects: tv_tensors to tensors."""
     steps: list[Any] = [v2.RandomHorizontalFlip(augment.hflip)]
     if augment.scale_jitter is None:
         steps += [ShortestSide(augment.min_sizes, augment.max_size)]
     else:
         side = augment.jitter_size
         steps += [ScaleJitter((side, side), augment.scale_jitter), RandomCrop(side), PadToSize(side, 0), keep_visible]
-    return v2.Compose(steps)
+    return v2.Compose([*steps, v2.ToPureTensor()])
 
 
-def resize(part: Any, size: list[int]) -> Any:
-    """Resize the image, the boxes or the masks of a sample to (height, width), as evaluation does it."""
-    if isinstance(part, Mask):
-        return resize_mask(part, size)
-    # torchvision's detector resizes without antialiasing.
-    return v2.functional.resize(part, size, antialias=False)
-
-
-class ShortestSide(v2.RandomShortestSize):
-    """Resize an image so that its shorter side has one of some lengths, and its longer one none above a limit."""
+class DetectorResize(v2.Transform):
+    """Resize the image, the boxes and the masks of a sample to params["size"], as evaluation resizes images."""
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Resize one part of a sample."""
-        return resize(inpt, params["size"])
+        """Resize one part of a sample; torchvision's detector resizes without antialiasing."""
+        size = params["size"]
+        return resize_mask(inpt, size) if isinstance(inpt, Mask) else v2.functional.resize(inpt, size, antialias=False)
 
 
-class ScaleJitter(v2.ScaleJitter):
+class ShortestSide(DetectorResize, v2.RandomShortestSize):
+    """Resize an image so that its shorter side has one of some lengths, and its longer one none above a limit."""
+
+
+class ScaleJitter(DetectorResize, v2.ScaleJitter):
     """Fit an image into a square, times a random factor."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         """Draw the new size; a narrow strip keeps one pixel."""
         return {"size": [max(1, side) for side in super().make_params(flat_inputs)["size"]]}
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Resize one part of a sample."""
-        return resize(inpt, params["size"])
 
 
 def keep_visible(image: Tensor, target: dict[str, Tensor]) -> Sample:
@@ -102,8 +91,3 @@ def as_tv_tensors(image: Tensor, target: dict[str, Tensor]) -> Sample:
     """Convert a sample to tv_tensors, which torchvision transforms by their type."""
     boxes = BoundingBoxes(target["boxes"], format="XYXY", canvas_size=tuple(image.shape[1:]))
     return Image(image), {**target, "boxes": boxes, "masks": Mask(target["masks"])}
-
-
-def as_tensors(image: Tensor, target: dict[str, Tensor]) -> Sample:
-    """Convert a sample to plain tensors."""
-    return image.as_subclass(Tensor), {name: values.as_subclass(Tensor) for name, values in target.items()}

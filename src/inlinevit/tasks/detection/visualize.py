@@ -4,7 +4,8 @@ import colorsys
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+from PIL.ImageFont import FreeTypeFont
 from pycocotools import mask as coco_masks
 
 from ...utils.fonts import enlargement, font_for, shortened
@@ -61,14 +62,7 @@ def category_colour(place: int) -> Colour:
 
 
 def paint_mask(pixels: np.ndarray, rle: Record, colour: Colour, line: int) -> None:
-    """Lay a colour over the pixels of a mask, and draw its edge.
-
-    Args:
-        pixels: (height, width, 3) bytes, which are changed.
-        rle: The mask, as compressed RLE.
-        colour: The colour.
-        line: Width of the edge in pixels.
-    """
+    """Lay a colour over the pixels (height, width, 3) of a mask, in place, and draw an edge of `line` pixels."""
     left, top, width, height = (int(value) for value in coco_masks.toBbox(rle))
     place = (slice(top, top + height), slice(left, left + width))
     mask = coco_masks.decode(rle)[place].astype(bool)
@@ -82,21 +76,9 @@ def paint_mask(pixels: np.ndarray, rle: Record, colour: Colour, line: int) -> No
 
 
 def write_label(
-    draw: ImageDraw.ImageDraw,
-    texts: Sequence[str],
-    box: Sequence[float],
-    colour: Colour,
-    font: ImageFont.FreeTypeFont,
+    draw: ImageDraw.ImageDraw, texts: Sequence[str], box: Sequence[float], colour: Colour, font: FreeTypeFont
 ) -> None:
-    """Write a label above a box, or into it where there is no room above.
-
-    Args:
-        draw: The image.
-        texts: What to write; the first one that is not wider than the image.
-        box: x, y, width and height.
-        colour: Of the label's ground.
-        font: The font.
-    """
+    """Write the first of some texts that is not wider than the image above a box (x, y, width, height), or into it."""
     width, height = draw.im.size
     margin = max(1, round(font.size / 8))
     room = width - 2 * margin
@@ -106,7 +88,6 @@ def write_label(
     left = max(0.0, min(box[0], width - wide))
     top = box[1] - high if box[1] >= high else max(0.0, min(box[1], height - high))
     draw.rectangle((left, top, left + wide, top + high), fill=colour)
-    red, green, blue = colour
-    # By how bright the ground looks.
-    is_bright = 0.299 * red + 0.587 * green + 0.114 * blue > 140
+    # The luma of the ground.
+    is_bright = np.dot(colour, (0.299, 0.587, 0.114)) > 140
     draw.text((left + margin, top), text, fill="black" if is_bright else "white", font=font)

@@ -39,6 +39,9 @@ class AdeSource:
         split: The split.
         labels: What values of pixels mean.
         limit: Take so many images, the first by name; None = all.
+
+    Attributes:
+        stems: The name that each image shares with its label map: the path inside of their folders, without ending.
     """
 
     def __init__(self, folder: Path, split: str, labels: LabelMap, limit: int | None = None) -> None:
@@ -70,34 +73,15 @@ class AdeSource:
     def __len__(self) -> int:
         return len(self.stems)
 
-    def name(self, index: int) -> str:
-        """What to call an image in messages."""
-        return self.image_files[index]
-
-    def stem(self, index: int) -> str:
-        """The name that an image and its label map share: the path inside of their folders, without ending."""
-        return self.stems[index]
-
     def read_image(self, index: int) -> Image.Image:
-        """An image in RGB, as it is stored: whatever EXIF data say, label maps are for the pixels as they lie.
-
-        Raises:
-            ValueError: It cannot be read.
-        """
+        """Return an image in RGB, as it is stored: label maps are for these pixels, whatever EXIF data say."""
         with _opened(self.image_files[index]) as image:
             if not has_valid_size(image.size):
                 raise ValueError(f"it has {image.width} × {image.height} pixels, which show nothing")
             return convert_mode(image, "RGB")
 
     def read_labels(self, index: int) -> Tensor:
-        """The label map of an image.
-
-        Returns:
-            (height, width) of bytes: indices of classes, IGNORED where a pixel does not count.
-
-        Raises:
-            ValueError: It cannot be read, has another size than its image, or a value that means nothing.
-        """
+        """Return the label map of an image, (height, width) of bytes: indices of classes, IGNORED where none counts."""
         file = self.mask_files[index]
         with _opened(file) as mask:
             values = _values(mask)
@@ -124,17 +108,9 @@ class AdeSource:
 
 
 def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool) -> AdeSource:
-    """The images and label maps for training or for evaluation.
-
-    Args:
-        config: Where they are.
-        labels: What values of pixels mean.
-        training: Which of the two.
-    """
-    if training:
-        part, split, limit = "train", config.train_split, config.max_train_samples
-    else:
-        part, split, limit = "eval", config.eval_split, config.max_eval_samples
+    """Open the images and label maps for training or for evaluation."""
+    part = "train" if training else "eval"
+    split, limit = vars(config)[f"{part}_split"], vars(config)[f"max_{part}_samples"]
     home = Path(config.path).expanduser()
     for kind in ("images", "annotations"):
         place = home / kind / split
@@ -148,12 +124,7 @@ def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool) -
 
 
 def _by_stem(folder: Path, ending: str | None = None) -> dict[str, str]:
-    """The image files in a folder by their paths inside of it, without endings.
-
-    Args:
-        folder: Where to look.
-        ending: Take only files with this ending; None = all that Pillow reads.
-    """
+    """Return the image files in a folder, all or those with an ending, by their paths inside of it without endings."""
     found: dict[str, str] = {}
     for file, problem in find_images([str(folder)]).items():
         stem, own_ending = os.path.splitext(os.path.relpath(file, folder))

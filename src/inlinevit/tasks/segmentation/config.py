@@ -1,7 +1,7 @@
 """Configuration of segmentation: the fields of recipes, and the options of `inlinevit segment train, eval, predict`."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from ...engine.config import (
     DrawingPredictOptions,
@@ -10,11 +10,11 @@ from ...engine.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from ...utils.validation import MOST_PIXELS, check_fields, require
+from ...utils.validation import MOST_PIXELS, Range, check_fields, require
 from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
 
-# Factors that images are scaled by are not larger.
-MOST_SCALE = 100
+# Factors that images are scaled by.
+SCALES = Range(0, 100, above_least=True)
 
 
 @dataclass
@@ -55,26 +55,24 @@ class SegmentationAugmentConfig:
     """Vary brightness, contrast, saturation and hue."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "augment",
-            scale=MOST_SCALE,
-            min_size=MOST_PIXELS,
-            crop_size=MOST_PIXELS,
-        )
-        require(0 < self.scale[0] <= self.scale[1], "augment.scale should rise from above 0")
-        require(self.crop_size > 0, f"augment.crop_size is {self.crop_size}: it should be positive")
-        require(
-            self.min_size is None or self.min_size > 0,
-            f"augment.min_size is {self.min_size}: it should be positive",
-        )
-        require(0 < self.cat_max_ratio <= 1, f"augment.cat_max_ratio is {self.cat_max_ratio}: it should be in 0 ... 1")
-        require(0 <= self.hflip <= 1, f"augment.hflip is {self.hflip}: it should be from 0 to 1")
+        ranges = dict.fromkeys(("min_size", "crop_size"), Range(1, MOST_PIXELS))
+        ranges |= {"scale": SCALES, "cat_max_ratio": Range(0, 1, above_least=True), "hflip": Range(0, 1)}
+        check_fields(self, "augment", **ranges)
+        require(self.scale[0] <= self.scale[1], "augment.scale should rise from above 0")
 
 
 @dataclass
 class SegmenterConfig(BackboneConfig):
     """The model and its initial weights."""
+
+    ranges: ClassVar[dict[str, Range]] = {
+        **BackboneConfig.ranges,
+        # Label maps have a byte for each pixel.
+        "num_classes": Range(2, 255),
+        "channels": Range(1, 4096),
+        "dropout": Range(0, 1, below_most=True),
+        "aux_weight": Range(0, 1000),
+    }
 
     arch: Literal["semantic_fpn", "upernet"] = "semantic_fpn"
     """A feature pyramid whose levels are added up, or UperNet, with an auxiliary head while it learns."""
@@ -86,17 +84,6 @@ class SegmenterConfig(BackboneConfig):
     """Share of the decoder's channels that are left out in training."""
     aux_weight: float = 0.4
     """Share of the auxiliary head's loss, for upernet."""
-
-    def most(self) -> dict[str, float]:
-        # Label maps have a byte for each pixel.
-        return {"num_classes": 255, "channels": 4096, "aux_weight": 1000}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.num_classes is None or self.num_classes > 1, "model.num_classes should be at least 2")
-        require(self.channels is None or self.channels > 0, "model.channels should be at least 1")
-        require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}: it should be from 0 to below 1")
-        require(self.aux_weight >= 0, "model.aux_weight should not be negative")
 
 
 @dataclass
@@ -115,17 +102,13 @@ class InferenceConfig:
     """Average with the prediction for the mirrored image."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, "inference", min_size=MOST_PIXELS, window_size=MOST_PIXELS, stride=MOST_PIXELS, scales=MOST_SCALE
-        )
-        for name in ("min_size", "window_size", "stride"):
-            value = vars(self)[name]
-            require(value is None or value > 0, f"inference.{name} is {value}: it should be positive")
+        sides = dict.fromkeys(("min_size", "window_size", "stride"), Range(1, MOST_PIXELS))
+        check_fields(self, "inference", scales=SCALES, **sides)
         require(
             self.stride is None or (self.window_size is not None and self.stride <= self.window_size),
             f"inference.stride is {self.stride}: it should not exceed inference.window_size, or pixels are left out",
         )
-        require(bool(self.scales) and min(self.scales) > 0, "inference.scales should hold at least one factor above 0")
+        require(bool(self.scales), "inference.scales should hold at least one factor above 0")
 
 
 @dataclass
@@ -145,30 +128,17 @@ class InferenceOptions:
 
     def __post_init__(self) -> None:
         # Refuse what is wrong whatever the run's settings. A stride without windows may have those of the run.
-        window = MOST_PIXELS if self.stride is not None else None
-        InferenceConfig(
-            min_size=self.min_size if isinstance(self.min_size, int) else None,
-            window_size=self.window_size if isinstance(self.window_size, int) else window,
-            stride=self.stride,
-            scales=[1.0] if self.scales is None else self.scales,
-        )
+        self.applied_to(InferenceConfig(window_size=MOST_PIXELS))
 
     def applied_to(self, inference: InferenceConfig) -> InferenceConfig:
         """Return the inference settings of a run, with these options in place of its own."""
-        sides = {
-            "min_size": (self.min_size, inference.min_size),
-            "window_size": (self.window_size, inference.window_size),
-        }
-        chosen = {
-            name: own if override is None else None if isinstance(override, str) else override
-            for name, (override, own) in sides.items()
-        }
-        return InferenceConfig(
-            **chosen,
-            stride=inference.stride if self.stride is None and self.window_size is None else self.stride,
-            scales=inference.scales if self.scales is None else self.scales,
-            flip=inference.flip if self.flip is None else self.flip,
-        )
+        overrides: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
+        if "window_size" in overrides:
+            # The run's stride belongs to its own windows.
+            overrides.setdefault("stride", None)
+        # The words "original" and "whole" stand for null.
+        plain: dict[str, Any] = {name: None if isinstance(value, str) else value for name, value in overrides.items()}
+        return replace(inference, **plain)
 
 
 @dataclass

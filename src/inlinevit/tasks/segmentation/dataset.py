@@ -3,13 +3,14 @@
 import torch
 from torch.utils.data import Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
+from torchvision.tv_tensors import Image, Mask
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import ShuffledLoader, TrainLoader
 from ...data.samplers import ShardedSampler
 from .ade import AdeSource
 from .config import SegmentationAugmentConfig
-from .transforms import Sample, Transform, as_tensors, as_tv_tensors, training_transform
+from .transforms import Sample, Transform, training_transform
 
 
 class SegmentationSamples(Dataset[Sample]):
@@ -28,7 +29,7 @@ class SegmentationSamples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         image, labels = pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
-        return as_tensors(*self.transform(*as_tv_tensors(image, labels)))
+        return self.transform(Image(image), Mask(labels))
 
 
 def collate(samples: list[Sample]) -> Sample:

@@ -5,12 +5,14 @@ one row of windows is held for each scale.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.transforms import v2
 
 from .config import InferenceConfig
 from .transforms import resize_image, scaled_size
@@ -19,30 +21,40 @@ from .transforms import resize_image, scaled_size
 PIXELS_AT_ONCE = 2**20
 # What images are normalised by: mean and standard deviation by channel.
 MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
+# From a window (3, height, width) uint8 to its logits (classes, height, width).
+Predict = Callable[[Tensor], Tensor]
 
 
 def describe(inference: InferenceConfig) -> str:
     """Return inference settings in words, for the titles of tables."""
-    side = "original size" if inference.min_size is None else f"shorter side {inference.min_size}"
-    windows = (
-        "whole images"
-        if inference.window_size is None
-        else f"windows of {inference.window_size} every {stride_of(inference)}"
-    )
-    scales = [] if inference.scales == [1.0] else [f"scales {' '.join(f'{scale:g}' for scale in inference.scales)}"]
-    return ", ".join([side, windows, *scales, *(["mirrored too"] if inference.flip else [])])
+    size, window = inference.min_size, inference.window_size
+    words = ["original size" if size is None else f"shorter side {size}"]
+    words += ["whole images" if window is None else f"windows of {window} every {stride_of(inference)}"]
+    if inference.scales != [1.0]:
+        words += [f"scales {' '.join(f'{scale:g}' for scale in inference.scales)}"]
+    return ", ".join([*words, "mirrored too"] if inference.flip else words)
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Normalise images (…, 3, height, width) uint8."""
-    by_channel = [torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (mean, std)]
-    return (images / 255 - by_channel[0]) / by_channel[1]
+    return v2.functional.normalize(images / 255, list(mean), list(std))
+
+
+def predict_labels(
+    model: nn.Module, image: Tensor, inference: InferenceConfig, mean_std: MeanStd, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the most probable class of each pixel, (height, width) uint8 on the device; see `predict_probs`."""
+    rows = predict_probs(model, image, inference, mean_std, device)
+    return torch.cat([probabilities.argmax(dim=0).to(torch.uint8) for probabilities in rows])
 
 
 def predict_probs(
     model: nn.Module, image: Tensor, inference: InferenceConfig, mean_std: MeanStd, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return the class probabilities of the pixels of an image.
+) -> Iterator[Tensor]:
+    """Yield the class probabilities of an image, some rows at a time, from top to bottom: (classes, rows, width).
+
+    Logits are blended where windows overlap, and resized to the size of the image; their softmax is averaged over
+    scales and mirror images. All of these are processed side by side, and hold one row of windows each.
 
     Args:
         model: In evaluation mode, on the device: normalised images to logits of the same height and width.
@@ -50,28 +62,6 @@ def predict_probs(
         inference: Inference settings.
         mean_std: What the model's images are normalised by.
         device: Where to compute.
-
-    Returns:
-        (classes, height, width) probabilities, on the device.
-    """
-    return torch.cat(list(predict_probs_by_rows(model, image, inference, mean_std, device)), dim=1)
-
-
-def predict_labels(
-    model: nn.Module, image: Tensor, inference: InferenceConfig, mean_std: MeanStd, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return the most probable class of each pixel, (height, width) uint8 on the device; see `predict_probs`."""
-    rows = predict_probs_by_rows(model, image, inference, mean_std, device)
-    return torch.cat([probabilities.argmax(dim=0).to(torch.uint8) for probabilities in rows])
-
-
-def predict_probs_by_rows(
-    model: nn.Module, image: Tensor, inference: InferenceConfig, mean_std: MeanStd, device: torch.device | str = "cpu"
-) -> Iterator[Tensor]:
-    """Yield the same as `predict_probs`, some rows at a time, from top to bottom: (classes, rows, width).
-
-    Logits are blended where windows overlap, and resized to the size of the image; their softmax is averaged over
-    scales and mirror images. All of these are processed side by side, and hold one row of windows each.
     """
     height, width = image.shape[-2:]
     rows = max(1, PIXELS_AT_ONCE // width)
@@ -80,7 +70,7 @@ def predict_probs_by_rows(
         size = scaled_size(height, width, inference.min_size, scale)
         scaled = image if size == [height, width] else resize_image(image, size)
         for mirrored in (False, True) if inference.flip else (False,):
-            strips = blended_strips(model, scaled, inference, mean_std, device, mirrored=mirrored)
+            strips = blended_strips(partial(window_logits, model, mean_std, device, mirrored), scaled, inference)
             tta_views.append(resized_rows(strips, size[0], (height, width), rows))
     for _ in range(0, height, rows):
         total = next(tta_views[0]).softmax(dim=0)
@@ -89,13 +79,18 @@ def predict_probs_by_rows(
         yield total / len(tta_views)
 
 
-class Span(NamedTuple):
-    """Where a window is along one side of an image.
+@torch.no_grad()
+def window_logits(
+    model: nn.Module, mean_std: MeanStd, device: torch.device | str, mirrored: bool, window: Tensor
+) -> Tensor:
+    """Return the logits (classes, height, width) of a window (3, height, width) uint8, or by its mirror image."""
+    images = normalize(window.to(device), *mean_std)[None]
+    logits = model(images.flip(-1)).flip(-1) if mirrored else model(images)
+    return logits[0].float()
 
-    Attributes:
-        start: Its first pixel.
-        shares: (pixels,) weight of its logits there, between 0 and 1.
-    """
+
+class Span(NamedTuple):
+    """A window along one side of an image: its first pixel, and the weight of its logits at each of its pixels."""
 
     start: int
     shares: Tensor
@@ -112,10 +107,6 @@ def spans(length: int, inference: InferenceConfig) -> list[Span]:
 
     Logits count less towards the borders of a window, where there is less context. Over all windows, the shares of a
     pixel sum to 1.
-
-    Args:
-        length: Of the side.
-        inference: Says how large windows are; one is enough where they are not smaller than the image.
     """
     side = length if inference.window_size is None else min(inference.window_size, length)
     starts = [0] if side == length else [*range(0, length - side, stride_of(inference)), length - side]
@@ -128,33 +119,21 @@ def spans(length: int, inference: InferenceConfig) -> list[Span]:
     return [Span(start, (weights / total[start : start + side]).float()) for start in starts]
 
 
-def blended_strips(
-    model: nn.Module,
-    image: Tensor,
-    inference: InferenceConfig,
-    mean_std: MeanStd,
-    device: torch.device | str,
-    *,
-    mirrored: bool,
-) -> Iterator[Tensor]:
-    """Logits of an image from top to bottom, in strips (classes, rows, width), each from a row of windows.
+def blended_strips(predict: Predict, image: Tensor, inference: InferenceConfig) -> Iterator[Tensor]:
+    """Yield the logits of an image from top to bottom, in strips (classes, rows, width), each from a row of windows.
 
     Args:
-        model: As for `predict_probs`.
+        predict: From a window to its logits.
         image: (3, height, width) uint8, already resized.
         inference: Its windows; nothing else of it counts here.
-        mean_std: As for `predict_probs`.
-        device: As for `predict_probs`.
-        mirrored: Use mirror images of the windows.
     """
     height, width = image.shape[-2:]
     down, right = spans(height, inference), spans(width, inference)
     ends = [span.start for span in down[1:]] + [height]
     unfinished: Tensor | None = None
     for span, end in zip(down, ends, strict=True):
-        rows = image[:, span.start : span.start + len(span.shares)]
-        strip = row_of_windows(model, rows, right, mean_std, device, mirrored=mirrored)
-        strip *= span.shares.to(device)[:, None]
+        strip = row_of_windows(predict, image[:, span.start : span.start + len(span.shares)], right)
+        strip *= span.shares.to(strip.device)[:, None]
         if unfinished is not None:
             strip[:, : unfinished.shape[1]] += unfinished
         finished = end - span.start
@@ -165,44 +144,21 @@ def blended_strips(
         yield handed_out.pop()
 
 
-def row_of_windows(
-    model: nn.Module,
-    image: Tensor,
-    right: list[Span],
-    mean_std: MeanStd,
-    device: torch.device | str,
-    *,
-    mirrored: bool,
-) -> Tensor:
-    """Logits (classes, height, width) of a strip of an image, which is as high as a window.
-
-    Arguments as for `blended_strips`, with the windows from left to right.
-    """
+def row_of_windows(predict: Predict, image: Tensor, right: list[Span]) -> Tensor:
+    """Return the logits (classes, height, width) of a strip of an image that is as high as a window."""
     strip: Tensor | None = None
     for start, shares in right:
         place = slice(start, start + len(shares))
-        logits = window_logits(model, image[:, :, place].to(device), mean_std, mirrored=mirrored)
+        logits = predict(image[:, :, place])
         if strip is None:
             strip = logits.new_zeros(*logits.shape[:2], image.shape[-1])
-        strip[:, :, place].addcmul_(logits, shares.to(device))
+        strip[:, :, place].addcmul_(logits, shares.to(logits.device))
     assert strip is not None
     return strip
 
 
-@torch.no_grad()
-def window_logits(model: nn.Module, image: Tensor, mean_std: MeanStd, *, mirrored: bool) -> Tensor:
-    """Logits (classes, height, width) of one window."""
-    images = normalize(image, *mean_std)[None]
-    logits = model(images.flip(-1)).flip(-1) if mirrored else model(images)
-    return logits[0].float()
-
-
 class RowStore:
-    """Rows of strips that come from top to bottom, kept while they are needed.
-
-    Args:
-        strips: (classes, rows, width) each.
-    """
+    """Rows of strips (classes, rows, width) that come from top to bottom, kept while they are needed."""
 
     def __init__(self, strips: Iterator[Tensor]) -> None:
         self.strips = strips
@@ -210,13 +166,7 @@ class RowStore:
         self.end = 0
 
     def take(self, first: int, end: int, needed_from: int) -> Tensor:
-        """Some rows.
-
-        Args:
-            first: The first one.
-            end: The one after the last.
-            needed_from: Rows before this one will not be asked for any more.
-        """
+        """Return the rows from `first` to before `end`; those before `needed_from` will not be needed any more."""
         while self.end < end:
             strip = next(self.strips)
             self.held.append((self.end, strip))

@@ -1,9 +1,8 @@
 """What the values of pixels in a label map mean: classes, and what does not count."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,16 +25,11 @@ BYTES = 256
 Colour = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class SegmentationClass:
-    """A class of pixels.
-
-    Attributes:
-        name: What it is called.
-        colour: What it is drawn with: red, green and blue, from 0 to 255.
-    """
+class SegmentationClass(NamedTuple):
+    """A class of pixels: its name, its values in label maps, and its colour in drawings."""
 
     name: str
+    values: list[int]
     colour: Colour
 
 
@@ -44,35 +38,26 @@ class LabelMap:
 
     Args:
         classes: The classes, in the order of their indices.
-        values: The values of each class.
         ignored: Values of pixels that do not count.
 
     Attributes:
-        classes: The classes.
         lookup: (65536,) from a value to the index of its class, IGNORED or UNKNOWN.
     """
 
-    def __init__(
-        self, classes: Sequence[SegmentationClass], values: Sequence[Sequence[int]], ignored: Sequence[int]
-    ) -> None:
-        self.classes = list(classes)
-        self.values = [list(own) for own in values]
-        self.ignored = list(ignored)
+    def __init__(self, classes: list[SegmentationClass], ignored: list[int]) -> None:
+        self.classes, self.ignored = classes, ignored
         self.lookup = torch.full((VALUES,), UNKNOWN, dtype=torch.int16)
-        self.lookup[self.ignored] = IGNORED
-        for index, own in enumerate(self.values):
-            self.lookup[own] = index
+        self.lookup[ignored] = IGNORED
+        for index, one in enumerate(classes):
+            self.lookup[one.values] = index
 
     @classmethod
     def from_plain(cls, plain: Any, origin: str | Path) -> "LabelMap":
-        """A label map out of what a file says, laid out as for `read_labels`.
+        """Return the label map that the content of a file describes; see `read_labels`.
 
         Args:
-            plain: Dicts, lists, numbers and words.
+            plain: The content: dicts, lists, numbers and words.
             origin: The file, for messages.
-
-        Raises:
-            ValueError: It makes no sense.
         """
         layout = "write `ignored: [0]` and `classes:`, a list of `name: road` with `values: [1]`"
         if not isinstance(plain, dict) or not isinstance(plain.get("classes"), list):
@@ -91,38 +76,27 @@ class LabelMap:
             # YAML takes 7 for a number and no for a truth.
             if not isinstance(name, str) or not name.strip():
                 raise ValueError(f"class {number} in {origin} has no name: give it one, in quotes if need be")
-            _refuse_unknown(record, ("name", "values", "colour"), f"class {shorten(name)} in {origin}")
+            title = f"class {shorten(name)} in {origin}"
+            _refuse_unknown(record, SegmentationClass._fields, title)
             if name in names:
                 raise ValueError(f"{origin} has two classes called {shorten(name)}: give one of them another name")
             names.append(name)
             values.append(_values(record.get("values"), shorten(name), origin, meanings))
             if not values[-1]:
-                raise ValueError(
-                    f"class {shorten(name)} in {origin} has no values: add them, such as `values: [{number}]`"
-                )
-            stated.append(_colour(record.get("colour"), f"class {shorten(name)} in {origin}"))
-        classes = [SegmentationClass(*pair) for pair in zip(names, fill_in_colours(stated), strict=True)]
-        return cls(classes, values, ignored)
+                raise ValueError(f"{title} has no values: add them, such as `values: [{number}]`")
+            stated.append(_colour(record.get("colour"), title))
+        return cls(list(map(SegmentationClass, names, values, fill_in_colours(stated))), ignored)
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, lists, numbers and words, for YAML and JSON: what `from_plain` takes."""
-        classes = [
-            {"name": kind.name, "values": own, "colour": list(kind.colour)}
-            for kind, own in zip(self.classes, self.values, strict=True)
-        ]
+        """Return what `from_plain` takes, for YAML and JSON."""
+        classes = [{**one._asdict(), "colour": list(one.colour)} for one in self.classes]
         return {"ignored": self.ignored, "classes": classes}
 
     def to_indices(self, values: NDArray[Any] | Tensor) -> Tensor:
-        """The classes of pixels.
+        """Return the class of each pixel, (height, width) of bytes; IGNORED where it does not count.
 
         Args:
-            values: (height, width), as in a file.
-
-        Returns:
-            (height, width) of bytes: the index of each pixel's class, IGNORED where it does not count.
-
-        Raises:
-            ValueError: A value has no meaning.
+            values: (height, width), as in a file; those without a meaning are refused.
         """
         wide = torch.as_tensor(np.asarray(values, dtype=np.int64))
         known = wide.clamp(0, VALUES - 1)
@@ -136,39 +110,29 @@ class LabelMap:
         return indices.to(torch.uint8)
 
     def to_values(self, indices: Tensor) -> Tensor:
-        """The values that stand for classes in a file: of several, the first.
+        """Return the first value of the class of each pixel, in bytes if all values fit, otherwise in 16 bits.
 
         Args:
             indices: (height, width) of whole numbers: indices of classes, or IGNORED.
-
-        Returns:
-            (height, width) of bytes if all values of the classes fit into bytes, otherwise of 16 bits.
         """
-        first = [own[0] for own in self.values]
         # Where nothing is ignored, there is no value for it, and no pixel needs one.
         table = np.zeros(BYTES, np.int64)
-        table[: len(first)] = first
+        table[: len(self.classes)] = [one.values[0] for one in self.classes]
         table[IGNORED] = self.ignored[0] if self.ignored else 0
         kind = np.uint8 if table.max() < BYTES else np.uint16
         return torch.from_numpy(table.astype(kind)[indices.cpu().numpy()])
 
 
 def ade_labels(num_classes: int) -> LabelMap:
-    """Labels as ADE20K has them: 0 is ignored, and n is the class with the index n - 1, called by its number.
-
-    Args:
-        num_classes: How many classes there are.
-    """
+    """Return labels as ADE20K has them: 0 is ignored, and n is the class with the index n - 1, called by its number."""
     if not FEWEST_CLASSES <= num_classes <= MOST_CLASSES:
         raise ValueError(f"model.num_classes is {num_classes}: it should be from {FEWEST_CLASSES} to {MOST_CLASSES}")
-    numbers = range(1, num_classes + 1)
     colours = fill_in_colours([None] * num_classes)
-    classes = [SegmentationClass(str(number), colour) for number, colour in zip(numbers, colours, strict=True)]
-    return LabelMap(classes, [[number] for number in numbers], [0])
+    return LabelMap([SegmentationClass(str(n), [n], colour) for n, colour in enumerate(colours, start=1)], [0])
 
 
 def read_labels(file: str | Path) -> LabelMap:
-    """A label map out of a YAML file.
+    """Read a label map from a YAML file.
 
     ::
 
@@ -177,10 +141,6 @@ def read_labels(file: str | Path) -> LabelMap:
           - name: road
             values: [7, 8]
             colour: [128, 64, 128]   # optional
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It makes no sense.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -193,10 +153,10 @@ def read_labels(file: str | Path) -> LabelMap:
 
 
 def open_labels(config: SegmentationDataConfig, num_classes: int | None) -> LabelMap:
-    """The labels of the data.
+    """Open the labels of the data: their file, or those of ADE20K.
 
     Args:
-        config: Names the file of labels, if there is one.
+        config: Names the file, if there is one.
         num_classes: How many classes the model is to have; None = as many as the file says.
     """
     if config.labels is None:
@@ -232,7 +192,7 @@ def voc_colour(number: int) -> Colour:
     return red, green, blue
 
 
-def _refuse_unknown(record: dict[Any, Any], known: tuple[str, ...], name: str) -> None:
+def _refuse_unknown(record: dict[Any, Any], known: Sequence[str], name: str) -> None:
     unknown = [str(key) for key in record if key not in known]
     if unknown:
         remedy = did_you_mean(unknown[0], known) or f"there are {', '.join(known)}"

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_confusion_matrix
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ...data.loader import EvalLoader
-from ...engine.evaluator import Evaluation, Evaluator
+from ...engine.evaluator import Evaluation
 from ...utils.atomic import finite
-from ..dense import make_single_loader
+from ..dense import SingleImageEvaluator
 from .ade import AdeSource
 from .config import InferenceConfig
 from .inference import MeanStd, predict_labels
@@ -87,21 +87,8 @@ class SegmentationEvaluation(Evaluation):
         return confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
 
 
-def count_pixels(truth: Tensor, answer: Tensor, classes: int) -> Tensor:
-    """A confusion matrix (classes, classes) int64: pixels by true class and by predicted class.
-
-    Args:
-        truth: (height, width) uint8 indices of classes; pixels that are IGNORED do not count.
-        answer: (height, width) uint8 indices of classes, on the same device.
-        classes: How many classes there are.
-    """
-    counts = truth != IGNORED
-    pairs = truth[counts].long() * classes + answer[counts]
-    return torch.bincount(pairs, minlength=classes**2).view(classes, classes)
-
-
-class SegmentationEvaluator(Evaluator):
-    """Evaluates models on one data set, one image at a time: the same for any number of processes.
+class SegmentationEvaluator(SingleImageEvaluator):
+    """Evaluates models on one data set.
 
     Args:
         source: The images.
@@ -111,17 +98,12 @@ class SegmentationEvaluator(Evaluator):
     """
 
     def __init__(self, source: AdeSource, workers: int, inference: InferenceConfig, mean_std: MeanStd) -> None:
-        self.source, self.workers, self.inference, self.mean_std = source, workers, inference, mean_std
+        super().__init__(source, workers)
+        self.inference, self.mean_std = inference, mean_std
         self.classes = [one.name for one in source.labels.classes]
 
-    def loader(self, process: int, processes: int) -> EvalLoader:
-        """See Evaluator.loader: image (3, height, width) and labels (height, width), both uint8."""
-        return make_single_loader(
-            len(self.source), self.read, workers=self.workers, process=process, processes=processes
-        )
-
-    def read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Read an image and its label map."""
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return an image (3, height, width) and its labels (height, width), both uint8."""
         return pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
 
     def reset(self, device: torch.device) -> None:
@@ -131,7 +113,9 @@ class SegmentationEvaluator(Evaluator):
     def update(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
         image, truth = batch
         predicted = predict_labels(model, image, self.inference, self.mean_std, self.device)
-        self.confusion += count_pixels(truth.to(self.device), predicted, len(self.classes))
+        self.confusion += multiclass_confusion_matrix(
+            predicted, truth.to(self.device), len(self.classes), ignore_index=IGNORED, validate_args=False
+        )
 
     def compute(self, accelerator: Accelerator) -> SegmentationEvaluation:
         confusion = accelerator.reduce(self.confusion, "sum").cpu()

@@ -1,17 +1,17 @@
 """SemanticFPN and UperNet: decoders of segmentation_models.pytorch on the backbones of timm's registry."""
 
-from typing import Any, cast
+from collections import OrderedDict
+from typing import Any
 
 import torch.nn.functional as F
 from segmentation_models_pytorch.base import SegmentationHead, SegmentationModel
 from segmentation_models_pytorch.decoders.fpn.decoder import FPNDecoder
 from segmentation_models_pytorch.decoders.upernet.decoder import UPerNetDecoder
-from timm.layers import Format, nhwc_to
 from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 
 from ...utils.validation import require
-from ..backbone import STRIDES, build_on_backbone, checkpoint_backbone, undecayed_weights
+from ..backbone import STRIDES, PyramidFeatures, build_on_backbone, checkpoint_backbone, undecayed_weights
 from .config import SegmenterConfig
 
 # The channels that are usual for each decoder.
@@ -27,47 +27,33 @@ BY_CLASS = ("segmentation_head.0", "segmentation_head.1", "auxiliary_head.classi
 FPN_CHANNELS = 64
 
 
-class AuxiliaryHead(nn.Sequential):
-    """A convolution and a classifier on features in the middle of a backbone, for training.
-
-    Args:
-        in_channels: Of the features.
-        num_classes: Of the logits.
-        dropout: Share of channels that are left out in training.
-    """
-
-    def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
-        super().__init__()
-        self.add_module("convolve", Conv2dNormActivation(in_channels, AUXILIARY_CHANNELS))
-        self.add_module("drop", nn.Dropout2d(dropout))
-        self.add_module("classify", nn.Conv2d(AUXILIARY_CHANNELS, num_classes, 1))
+def make_auxiliary_head(in_channels: int, num_classes: int, dropout: float) -> nn.Sequential:
+    """Return a convolution and a classifier on features in the middle of a backbone, for training."""
+    return nn.Sequential(
+        OrderedDict(
+            convolve=Conv2dNormActivation(in_channels, AUXILIARY_CHANNELS),
+            drop=nn.Dropout2d(dropout),
+            classify=nn.Conv2d(AUXILIARY_CHANNELS, num_classes, 1),
+        )
+    )
 
 
 class Encoder(nn.Module):
-    """A backbone with the interface that smp's decoders expect.
-
-    Args:
-        body: A model made by timm with features_only=True; see build_backbone().
-    """
+    """A backbone with the interface that smp's decoders expect."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.model = body
-        info = cast(Any, body).feature_info
-        self.levels = [list(info.reduction()).index(stride) for stride in STRIDES]
-        self.is_channels_last = Format(getattr(body, "output_fmt", Format.NCHW)) == Format.NHWC
+        self.pyramid = PyramidFeatures(body)
         # Decoders skip strides 1 and 2.
-        self.out_channels = [3, 0, *(info.channels()[level] for level in self.levels)]
+        self.out_channels = [3, 0, *self.pyramid.channels]
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Return features (batch, channels, height / stride, width / stride) at strides 1, 2, 4, 8, 16, 32.
 
         Those at strides 1 and 2 are the images: no decoder uses them.
         """
-        features = self.model(images)
-        chosen = [features[level] for level in self.levels]
-        maps = [nhwc_to(one, Format.NCHW).contiguous() for one in chosen] if self.is_channels_last else chosen
-        return [images, images, *maps]
+        return [images, images, *(one.contiguous() for one in self.pyramid.select(self.model(images)))]
 
 
 class Segmenter(SegmentationModel):
@@ -121,12 +107,7 @@ def padding_of(length: int) -> int:
 
 
 def build_segmenter(config: SegmenterConfig, num_classes: int) -> Segmenter:
-    """Build a segmentation model with the initial weights of its config; see build_on_backbone() for errors.
-
-    Args:
-        config: The model.
-        num_classes: Classes.
-    """
+    """Build a segmentation model with the initial weights of its config; see build_on_backbone() for errors."""
     channels = config.channels or CHANNELS[config.arch]
     require(
         config.arch == "upernet" or channels % FPN_CHANNELS == 0,
@@ -140,7 +121,7 @@ def build_segmenter(config: SegmenterConfig, num_classes: int) -> Segmenter:
             decoder = FPNDecoder(encoder.out_channels, 5, channels, half, config.dropout)
             return Segmenter(encoder, decoder, half, num_classes)
         model = Segmenter(encoder, UPerNetDecoder(encoder.out_channels, 5, channels), channels, num_classes)
-        model.auxiliary_head = AuxiliaryHead(encoder.out_channels[AUXILIARY_LEVEL], num_classes, config.dropout)
+        model.auxiliary_head = make_auxiliary_head(encoder.out_channels[AUXILIARY_LEVEL], num_classes, config.dropout)
         # The published UperNet drops channels before it classifies.
         model.segmentation_head = nn.Sequential(nn.Dropout2d(config.dropout), *model.segmentation_head)
         return model

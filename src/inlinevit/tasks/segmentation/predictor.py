@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...engine.evaluator import EvalData
 from ...engine.predictor import DrawingPredictor, Rendering
@@ -21,17 +22,19 @@ from .config import (
     SegmentationEvalOptions,
     SegmentationPredictOptions,
 )
-from .inference import MeanStd, describe, predict_probs_by_rows
+from .inference import MeanStd, describe, predict_probs
 from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluator
 from .model import build_segmenter
 from .transforms import scaled_size
-from .visualize import ROWS_AT_ONCE, class_shares, draw_labels, percent
+from .visualize import class_shares, draw_labels, percent
 
 LABELS_JSON = "labels.json"
 CLASSES_SHOWN = 3
 # Larger images, in pixels at the size that the model gets, are processed in windows even by default.
 MOST_AT_ONCE = 2048 * 2048
+# Rows of a label map that are made at a time, so that large images need little memory.
+ROWS_AT_ONCE = 256
 
 Indices = NDArray[np.uint8]
 
@@ -62,10 +65,9 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
 
     def predict_indices(self, image: Image.Image, inference: InferenceConfig, device: torch.device) -> Indices | None:
         """Return the class of each pixel; None if a probability is not finite."""
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         settings = in_windows_if_large(inference, image, self.config.augment.crop_size)
         rows = []
-        for probabilities in predict_probs_by_rows(self.model, pixels, settings, self.mean_std, device):
+        for probabilities in predict_probs(self.model, pil_to_tensor(image), settings, self.mean_std, device):
             if not bool(probabilities.isfinite().all()):
                 return None
             rows.append(probabilities.argmax(dim=0).to(torch.uint8).cpu())
@@ -77,8 +79,8 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
             "labels": make_label_map(result, self.labels),
             "overlay": draw_labels(image, result, self.labels.classes),
         }
-        record = {"classes": [{"name": one.kind.name, "share": one.share} for one in shares]}
-        shown = [f"{one.kind.name} {percent(one.share)}" for one in shares]
+        record = {"classes": [{"name": one.name, "share": share} for one, share in shares]}
+        shown = [f"{one.name} {percent(share)}" for one, share in shares]
         return Rendering(drawings, record, shorten_list(shown, CLASSES_SHOWN))
 
     def description(self, options: SegmentationEvalOptions) -> str:
@@ -133,25 +135,14 @@ def evaluation_labels(run: Run[Any], data: SegmentationDataConfig, *, is_given: 
 
 
 def in_windows_if_large(inference: InferenceConfig, image: Image.Image, window_size: int) -> InferenceConfig:
-    """Return inference settings with windows, if an image is too large to be processed whole.
-
-    Args:
-        inference: The settings.
-        image: The image.
-        window_size: Side of the windows, if the settings have none: the size of training crops.
-    """
+    """Return inference settings with windows of a side, if they have none and an image is too large to be whole."""
     height, width = scaled_size(image.height, image.width, inference.min_size, max(inference.scales))
     is_large = inference.window_size is None and height * width > MOST_AT_ONCE
     return replace(inference, window_size=window_size) if is_large else inference
 
 
 def make_label_map(indices: Indices, labels: LabelMap) -> Image.Image:
-    """Return a label map like those of the training data: 8 bits per pixel, or 16 if values need them.
-
-    Args:
-        indices: (height, width) the class of each pixel.
-        labels: The values that stand for classes.
-    """
+    """Return a label map like those of the training data: 8 bits per pixel, or 16 if values need them."""
     # In parts, because to_values needs eight bytes per pixel.
     parts = [labels.to_values(part).numpy() for part in torch.from_numpy(indices).split(ROWS_AT_ONCE)]
     return Image.fromarray(np.concatenate(parts))

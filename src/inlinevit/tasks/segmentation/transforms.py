@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
-from torchvision.tv_tensors import Image, Mask
+from torchvision.tv_tensors import Mask
 
 from ..dense import PadToSize, RandomCrop, resize_mask
 from .config import SegmentationAugmentConfig
@@ -32,11 +32,7 @@ PHOTOMETRIC: dict[str, tuple[float, float]] = {
 
 
 def training_transform(augment: SegmentationAugmentConfig) -> Transform:
-    """Return the augmentation of a training image and its label map: (Image, Mask) to (Image, Mask).
-
-    Args:
-        augment: Its settings.
-    """
+    """Return the augmentation of a training image and its label map: tv_tensors to tensors."""
     steps: list[Any] = [
         RandomScale(augment.min_size, augment.scale),
         BalancedRandomCrop(augment.crop_size, augment.cat_max_ratio),
@@ -45,18 +41,11 @@ def training_transform(augment: SegmentationAugmentConfig) -> Transform:
     if augment.photometric_distortion:
         steps += [PhotometricDistort(**PHOTOMETRIC)]
     # Last, so that the padding keeps its colour.
-    return v2.Compose([*steps, PadToSize(augment.crop_size, IGNORED)])
+    return v2.Compose([*steps, PadToSize(augment.crop_size, IGNORED), v2.ToPureTensor()])
 
 
 def scaled_size(height: int, width: int, min_size: int | None, factor: float = 1.0) -> list[int]:
-    """Return the height and width of an image with its shorter side resized to a length, times a factor.
-
-    Args:
-        height: Of the image.
-        width: Of the image.
-        min_size: The length; None = as it is.
-        factor: The factor.
-    """
+    """Return the height and width of an image with its shorter side resized to `min_size`, if given, times a factor."""
     if min_size is not None:
         factor *= min_size / min(height, width)
     return [max(1, round(factor * side)) for side in (height, width)]
@@ -68,12 +57,7 @@ def resize_image(image: Tensor, size: Sequence[int]) -> Tensor:
 
 
 class RandomScale(v2.Transform):
-    """Resize the shorter side of an image to a length, times a random factor.
-
-    Args:
-        min_size: The length; None = as it is.
-        scales: The least and the largest factor.
-    """
+    """Resize the shorter side of an image to `min_size`, if given, times a random factor in a range of scales."""
 
     def __init__(self, min_size: int | None, scales: tuple[float, float]) -> None:
         super().__init__()
@@ -93,12 +77,7 @@ class RandomScale(v2.Transform):
 
 
 class BalancedRandomCrop(RandomCrop):
-    """Crop a square at random in which no class has more than a share, if such a crop is found.
-
-    Args:
-        size: Side of the square.
-        cat_max_ratio: Largest share of a class in the pixels that count; 1 = any.
-    """
+    """Crop a square at random in which no class has more than `cat_max_ratio` of the pixels that count, if found."""
 
     def __init__(self, size: int, cat_max_ratio: float) -> None:
         super().__init__(size)
@@ -127,13 +106,3 @@ class PhotometricDistort(v2.RandomPhotometricDistort):
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         """Draw the distortion."""
         return {**super().make_params(flat_inputs), "channel_permutation": None}
-
-
-def as_tv_tensors(image: Tensor, labels: Tensor) -> Sample:
-    """Convert a sample to tv_tensors, which torchvision transforms by their type."""
-    return Image(image), Mask(labels)
-
-
-def as_tensors(image: Tensor, labels: Tensor) -> Sample:
-    """Convert a sample to plain tensors."""
-    return image.as_subclass(Tensor), labels.as_subclass(Tensor)

@@ -1,6 +1,6 @@
 """Labels drawn on their image: colours that it shines through, and what they mean."""
 
-from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,36 +10,22 @@ from ...utils.fonts import LEGIBLE_SIDE, enlargement, font_for, shortened
 from .labels import SegmentationClass
 
 OPACITY = 0.5
-# Rows that are painted at a time, so that large images need little memory.
-ROWS_AT_ONCE = 256
 # A legend names so many classes, those with the most pixels.
 MOST_NAMED = 40
 GROUND, INK, FRAME = (255, 255, 255), (0, 0, 0), (128, 128, 128)
 
 
-@dataclass
-class ClassShare:
-    """A class that occurs in an image.
-
-    Attributes:
-        kind: The class.
-        share: The share of the image's pixels, from above 0 to 1.
-    """
-
-    kind: SegmentationClass
-    share: float
-
-
-def class_shares(indices: NDArray[np.uint8], classes: list[SegmentationClass]) -> list[ClassShare]:
-    """The classes that occur in an image, the one with the most pixels first.
+def class_shares(indices: NDArray[np.uint8], classes: list[SegmentationClass]) -> list[tuple[SegmentationClass, float]]:
+    """Return the classes that occur in an image with their shares of its pixels, the most frequent first.
 
     Args:
         indices: (height, width) the class of each pixel.
         classes: All there are.
     """
-    counts = np.sum([np.bincount(rows.ravel(), minlength=len(classes)) for rows in _in_parts(indices)], axis=0)
-    shares = [ClassShare(kind, int(count) / indices.size) for kind, count in zip(classes, counts, strict=True) if count]
-    return sorted(shares, key=lambda one: one.share, reverse=True)
+    # Pillow counts bytes as they are; numpy would need eight times the memory.
+    counts = Image.fromarray(indices).histogram()
+    shares = [(one, count / indices.size) for one, count in zip(classes, counts, strict=False) if count]
+    return sorted(shares, key=itemgetter(1), reverse=True)
 
 
 def draw_labels(image: Image.Image, indices: NDArray[np.uint8], classes: list[SegmentationClass]) -> Image.Image:
@@ -52,7 +38,9 @@ def draw_labels(image: Image.Image, indices: NDArray[np.uint8], classes: list[Se
         indices: (height, width) the class of each pixel.
         classes: All there are.
     """
-    painted = Image.fromarray(paint(np.array(image), indices, classes))
+    colours = Image.fromarray(indices)
+    colours.putpalette([value for one in classes for value in one.colour])
+    painted = Image.blend(image, colours.convert("RGB"), OPACITY)
     factor = enlargement(image)
     if factor > 1:
         painted = painted.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
@@ -63,36 +51,9 @@ def draw_labels(image: Image.Image, indices: NDArray[np.uint8], classes: list[Se
     return drawn
 
 
-def paint(pixels: NDArray[np.uint8], indices: NDArray[np.uint8], classes: list[SegmentationClass]) -> NDArray[np.uint8]:
-    """Lay the colours of classes over an image.
-
-    Args:
-        pixels: (height, width, 3), which are changed.
-        indices: (height, width) the class of each pixel.
-        classes: All there are.
-
-    Returns:
-        The pixels.
-    """
-    colours = np.array([kind.colour for kind in classes], np.float32) * OPACITY
-    for part, own in zip(_in_parts(pixels), _in_parts(indices), strict=True):
-        part[:] = part * np.float32(1 - OPACITY) + colours[own]
-    return pixels
-
-
-def _in_parts(rows: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    return [rows[top : top + ROWS_AT_ONCE] for top in range(0, len(rows), ROWS_AT_ONCE)]
-
-
-def draw_legend(shares: list[ClassShare], width: int, font: ImageFont.FreeTypeFont) -> Image.Image:
-    """The classes that occur, with their colours and shares, in columns.
-
-    Args:
-        shares: The classes, the most frequent first.
-        width: Of the legend.
-        font: The font.
-    """
-    texts = [f"{one.kind.name} {percent(one.share)}" for one in shares[:MOST_NAMED]]
+def draw_legend(shares: list[tuple[SegmentationClass, float]], width: int, font: ImageFont.FreeTypeFont) -> Image.Image:
+    """Draw the classes that occur, the most frequent first, with their colours and shares, in columns."""
+    texts = [f"{one.name} {percent(share)}" for one, share in shares[:MOST_NAMED]]
     more = len(shares) - len(texts)
     swatch = round(font.size)
     margin = round(font.size / 2)
@@ -108,11 +69,11 @@ def draw_legend(shares: list[ClassShare], width: int, font: ImageFont.FreeTypeFo
         left, top = margin + place // rows * column, margin + place % rows * line
         if place < len(shares[:MOST_NAMED]):
             corners = (left, top, left + swatch, top + swatch)
-            draw.rectangle(corners, fill=shares[place].kind.colour, outline=FRAME, width=max(1, swatch // 12))
+            draw.rectangle(corners, fill=shares[place][0].colour, outline=FRAME, width=max(1, swatch // 12))
         draw.text((left + swatch + margin, top + swatch / 2), text, fill=INK, font=font, anchor="lm")
     return legend
 
 
 def percent(share: float) -> str:
-    """A share in percent, for people."""
+    """Return a share in percent, for people."""
     return "< 1 %" if share < 0.005 else f"{100 * share:.0f} %"
