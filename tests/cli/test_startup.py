@@ -66,7 +66,6 @@ def test_no_help_imports_a_slow_package():
         SCRIPT.replace("main(sys.argv[1:])", "pass")
         + f"""
 import contextlib, io
-from tests import slow_except
 for words in {HELP!r}:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:

@@ -106,12 +106,10 @@ def run_loop(settings: Namespace) -> None:
     print(f"on tensors, the loop takes {numbers['overhead_percent']:.1f} % longer than a bare step")
 
 
-def study_entry(name: str) -> Entry:
-    """Return the table entry of one of BENCHES."""
-    return Entry(BENCHES[name].help, lambda: Command(partial(make_study_parser, name), partial(run_study, name)))
-
-
-COMMAND = {
-    **{name: study_entry(name) for name in BENCHES},
-    "loop": Entry("what the training loop and data loading cost", lambda: Command(make_loop_parser, run_loop)),
+COMMANDS = {
+    **{
+        name: Entry(bench.help, partial(Command, partial(make_study_parser, name), partial(run_study, name)))
+        for name, bench in BENCHES.items()
+    },
+    "loop": Entry("what the training loop and data loading cost", partial(Command, make_loop_parser, run_loop)),
 }

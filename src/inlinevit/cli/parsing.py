@@ -3,15 +3,12 @@
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from ..recipes import find_recipe, merge_parts, read_parts
 from ..tasks import TaskEntry
-
-if TYPE_CHECKING:
-    from ..engine.config import TrainConfig
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -59,10 +56,10 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
                 action.help = SUPPRESS
 
 
-def add_model(parser: ArgumentParser, task: TaskEntry) -> None:
-    """Add the model that a command of a task is given."""
+def add_model(parser: ArgumentParser, task: TaskEntry, nargs: str | None = None) -> None:
+    """Add the model that a command of a task is given; nargs "?" makes it optional."""
     about = "folder of a training run" + (", or name of a model" if task.accepts_names else "")
-    parser.add_argument("model", type=str, metavar="MODEL", help=about)
+    parser.add_argument("model", nargs=nargs, type=str, metavar="MODEL", help=about)
 
 
 class RecipeAction(ActionConfigFile):
@@ -132,27 +129,6 @@ def add_recipe(parser: ArgumentParser, task: str, example: str) -> None:
     cast(RecipeAction, action).task = task
 
 
-def train_parser(name: str, description: str, task: str, config: type["TrainConfig"], example: str) -> ArgumentParser:
-    """Return the parser of a training command: a recipe, and the fields of a configuration.
-
-    Args:
-        name: Of the command.
-        description: What the command does.
-        task: Whose recipes it takes.
-        config: The configuration.
-        example: Name of a recipe.
-    """
-    parser = new_parser(name, f"{description} Options override the recipe.", "[--config RECIPE] [options]")
-    add_recipe(parser, task, example)
-    add_options(parser, config)
-    return parser
-
-
 def to_config(settings: Namespace, kind: type[AnyConfig]) -> AnyConfig:
     """Return the parsed fields of a configuration as one object."""
     return kind(**{field.name: settings[field.name] for field in fields(cast(Any, kind))})
-
-
-def parse_as(kind: type[AnyConfig], parser: ArgumentParser, arguments: Sequence[str]) -> AnyConfig:
-    """Return the configuration that a training command would use for these arguments."""
-    return to_config(parser.instantiate(parser.parse_args(list(arguments))), kind)
