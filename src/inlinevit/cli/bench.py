@@ -94,7 +94,7 @@ def run_loop(settings: Namespace) -> None:
     recipe = to_config(parser.instantiate(parser.parse_args(recipes)), ClassificationConfig)
     unused = [f"--run.{name}" for name in UNUSED_BY_LOOP if vars(config.run)[name] != vars(recipe.run)[name]]
     require(not unused, f"bench loop writes nothing, so {' and '.join(unused)} would have no effect: leave it out")
-    numbers = measure_loop(config, settings.steps).summary()
+    numbers = measure_loop(config, settings.steps)
     if settings.json:
         print(json.dumps(numbers, indent=2))
         return

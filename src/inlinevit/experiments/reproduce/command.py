@@ -89,12 +89,7 @@ def check_data(data: str | None, config: ClassificationConfig) -> None:
 
 
 class ProgressTable:
-    """The progress of all runs: a live table on a terminal, or one line per run elsewhere.
-
-    Args:
-        runs: All runs.
-        outcomes: Outcomes by name; None = not finished.
-    """
+    """The progress of all runs: a live table on a terminal, or one line per run elsewhere."""
 
     def __init__(self, runs: Sequence[Run], outcomes: Mapping[str, Outcome | None]) -> None:
         self.runs = runs
@@ -145,12 +140,7 @@ class ProgressTable:
         return table
 
     def conclude(self, record: Record, file: Path) -> int:
-        """Print what is finished and what is missing, and return the exit code.
-
-        Args:
-            record: The results, with those of other processes.
-            file: The file of the results.
-        """
+        """Print what is finished in a record and what is missing, and return the exit code."""
         missing = [run.name for run in self.runs if run.seed not in record.cells[run.cell.key].runs]
         self.console.print(f"{len(self.runs) - len(missing)} of {len(self.runs)} runs are finished: {file}")
         failed = [name for name, word in self.words.items() if word == "failed"]

@@ -64,7 +64,7 @@ class Record:
     """The results of studies.
 
     Attributes:
-        settings: Steps and images of a run, seeds by study, parallel runs.
+        settings: Steps and batch size of a run, runs per cell by study, parallel runs.
         cells: By key; each once, although several studies may have it.
         facts: See report.environment().
     """
@@ -100,14 +100,7 @@ def read_record(path: Path) -> Record:
 
 
 def gather(output: Path, *, seeds: Mapping[str, int], steps: int, jobs: int) -> Record:
-    """Return the record of all runs in a folder.
-
-    Args:
-        output: The folder.
-        seeds: Runs per cell, by study.
-        steps: Training steps of each run.
-        jobs: Parallel runs.
-    """
+    """Return the record of all runs in a folder; the other arguments are settings."""
     cells = {}
     for cell in cells_of(STUDIES.values()):
         recipe = load_recipe(cell.recipe, "classification")
@@ -148,12 +141,7 @@ class Verdict(NamedTuple):
 
 
 def judge(claim: Claim, cells: Mapping[str, CellRecord]) -> Verdict:
-    """Return whether a claim holds.
-
-    Args:
-        claim: The claim.
-        cells: See Record.
-    """
+    """Return whether a claim holds."""
     better, worse = cells[claim.better.key], cells[claim.worse.key]
     if not better.runs or not worse.runs:
         return Verdict("unknown", reason="runs are missing")

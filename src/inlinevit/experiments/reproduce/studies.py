@@ -40,15 +40,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """An ablation.
-
-    Attributes:
-        title: Its heading.
-        question: Its question.
-        cells: Its rows.
-        claims: What the paper expects.
-        seeds: Runs per cell.
-    """
+    """An ablation: cells, what the paper expects of them, and the number of runs per cell."""
 
     title: str
     question: str
@@ -149,11 +141,7 @@ def cells_of(studies: Iterable[Study]) -> list[Cell]:
 
 
 def plan(seeds: Mapping[str, int]) -> list[Run]:
-    """Return the runs of some studies, each once: the first seed of all cells, then the second, …
-
-    Args:
-        seeds: Runs per cell, by study.
-    """
+    """Return the runs of studies, given their runs per cell, each once: the first seed of all cells, the second, …."""
     runs = (
         Run(cell, seed)
         for seed in range(max(seeds.values(), default=0))
