@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch.utils.benchmark.utils.timer import timer as synchronized_clock
 
 # Rounds that are made however long they take.
 MIN_ROUNDS = 3
@@ -72,9 +71,11 @@ def interleave(
 
 def _wall_seconds(function: Callable[[], object]) -> float:
     """Time a call by the wall clock, from idle devices to idle devices."""
-    started = synchronized_clock()
+    _wait_for_device()
+    started = time.perf_counter()
     function()
-    return synchronized_clock() - started
+    _wait_for_device()
+    return time.perf_counter() - started
 
 
 def _gpu_seconds(function: Callable[[], object]) -> float:
@@ -86,3 +87,9 @@ def _gpu_seconds(function: Callable[[], object]) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+def _wait_for_device() -> None:
+    """Wait until the accelerator has finished its queue."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
