@@ -38,8 +38,7 @@ def seen_regions(detector):
     return seen
 
 
-@pytest.mark.parametrize("kind", ["mask_rcnn", "cascade_mask_rcnn"])
-@pytest.mark.parametrize("backbone", [INLINE, SOFTMAX])
+@pytest.mark.parametrize(("kind", "backbone"), [("mask_rcnn", INLINE), ("cascade_mask_rcnn", SOFTMAX)])
 def test_all_heads_see_as_many_regions_as_are_counted(kind, backbone):
     (comparison,) = detector_comparisons([backbone], [kind], 64, 96)
     module, image = comparison.candidates[0].make(CPU)

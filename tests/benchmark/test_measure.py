@@ -5,12 +5,10 @@ import timm
 import torch
 from torch import nn
 
-from inlinevit.benchmark import limits as limits_module
 from inlinevit.benchmark import machine
 from inlinevit.benchmark import measure as measure_module
 from inlinevit.benchmark.candidates import OnGrid, layer_comparisons, model_comparisons
-from inlinevit.benchmark.limits import Limits
-from inlinevit.benchmark.measure import MODES, TOLERANCE, Conditions, measure
+from inlinevit.benchmark.measure import MODES, TOLERANCE, Conditions, Limits, measure
 from inlinevit.benchmark.results import Measurement, Results
 from inlinevit.benchmark.timing import Quartiles
 from inlinevit.benchmark.workload import Candidate, Comparison, draw_input, draw_weights, nominal_flops
@@ -152,7 +150,7 @@ def test_what_takes_too_long_or_too_much_memory_is_left_out(monkeypatch):
     assert limits.exceeded(candidate, 90, 90) == ""
     assert limits.exceeded(candidate, 110, 110) == "a call would take about 2.2 s, and 2 s are allowed"
     assert "4.0 times the work" in limits.exceeded(candidate, 10, 40)
-    monkeypatch.setattr(limits_module, "free_memory", lambda device: 10e9)
+    monkeypatch.setattr(measure_module, "free_memory", lambda device: 10e9)
     limits.learn(candidate, 10, int(1e9))
     assert limits.exceeded(candidate, 60, 60) == ""
     assert limits.exceeded(candidate, 80, 80) == "a call would need about 8 GB of memory, and 7 GB are free for it"

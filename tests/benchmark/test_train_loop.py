@@ -8,18 +8,22 @@ import torch.nn.functional as F
 
 from inlinevit import cli
 from inlinevit.benchmark.timing import Quartiles
-from inlinevit.benchmark.train_loop import ConstantModel, LoopTimes, bare_step, measure_loop
+from inlinevit.benchmark.train_loop import ConstantModel, bare_step, measure_loop, summarize
 from inlinevit.engine.config import RunConfig
+from inlinevit.engine.trainer import Trainer
 from inlinevit.tasks.classification.config import ClassificationConfig, DataConfig, ModelConfig
+from inlinevit.tasks.classification.task import Classification
 
 
 def test_ratios():
-    times = LoopTimes(
-        training=Quartiles(9, 10, 11),
-        data_only=Quartiles(1, 2, 3),
-        loop_on_tensors=Quartiles(8, 8.2, 9),
-        bare_on_tensors=Quartiles(7, 8, 9),
-    ).summary()
+    times = summarize(
+        {
+            "training": Quartiles(9, 10, 11),
+            "data_only": Quartiles(1, 2, 3),
+            "loop_on_tensors": Quartiles(8, 8.2, 9),
+            "bare_on_tensors": Quartiles(7, 8, 9),
+        }
+    )
     assert times["times_faster_without_model"] == 5
     assert round(times["overhead_percent"], 6) == 2.5
 
@@ -55,5 +59,5 @@ def test_a_bare_step_sees_as_many_images_as_one_of_the_loop(monkeypatch):
     )
     losses, cross_entropy = [], F.cross_entropy
     monkeypatch.setattr(F, "cross_entropy", lambda *args, **kw: losses.append(1) or cross_entropy(*args, **kw))
-    bare_step(config, (torch.zeros(2, 1, 28, 28), torch.tensor([0, 1]), []))()
+    bare_step(Trainer(Classification(config), config), (torch.zeros(2, 1, 28, 28), torch.tensor([0, 1]), []))()
     assert len(losses) == 3

@@ -4,18 +4,6 @@ import pytest
 
 from inlinevit import cli
 
-
-@pytest.mark.parametrize("what", ["layer", "model", "accuracy", "window", "resolution", "scaling", "detection", "loop"])
-def test_each_bench_has_help_of_its_own(what, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", what, "--help"])
-    assert ended.value.code == 0
-    output = capsys.readouterr().out
-    assert output.startswith(f"usage: inlinevit bench {what} [")
-    assert ("--tokens" in output) == (what == "layer")
-    assert ("--data.path" in output) == (what == "loop")
-
-
 TINY = "inline_deit_tiny:depth=1,embed_dim=16,num_heads=2"
 TINY_BENCH = f"bench model --quick --rounds 2 --threads 1 --models {TINY} --sizes 32 --batches 1 --modes eager"
 

@@ -14,20 +14,6 @@ def test_without_a_command_all_commands_are_listed(capsys):
         assert command.help.split()[0] in output
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([name, "--help"])
-    assert ended.value.code == 0
-    assert "usage: inlinevit" in capsys.readouterr().out
-
-
-def test_the_comments_under_fields_are_the_help_of_options(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    assert "Largest norm of the gradients." in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "right"),
     [

@@ -66,7 +66,6 @@ def test_no_help_imports_a_slow_package():
         SCRIPT.replace("main(sys.argv[1:])", "pass")
         + f"""
 import contextlib, io
-from tests import slow_except
 for words in {HELP!r}:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
@@ -90,11 +89,16 @@ def test_answers_at_once(words, seconds):
 
 
 @pytest.mark.parametrize("words", [words for words in HELP if words.endswith("--help")])
-def test_usage_fits_a_line(words, capsys):
+def test_every_command_has_help_and_its_usage_fits_a_line(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(words.split())
     assert ended.value.code == 0
-    usage, blank, *_ = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out
+    assert ("--tokens" in output) == (words == "bench layer --help")
+    # The docstrings under the fields of configurations are the help of options.
+    has_config = "train" in words.split() or words == "bench loop --help"
+    assert ("Largest norm of the gradients." in " ".join(output.split())) == has_config
+    usage, blank, *_ = output.splitlines()
     assert usage.startswith(f"usage: inlinevit {words.removesuffix('--help')}")
     assert len(usage) <= 80
     assert blank == ""

@@ -156,16 +156,16 @@ def test_finished_demo_starts_again(
     monkeypatch.setattr(Report, "save_figures", lambda report, folder: folder.mkdir())
     for name in ("comparison_sections", "analysis_sections"):
         monkeypatch.setattr(compare, name, lambda *_: [])
-    monkeypatch.setattr(compare, "analyze_model", lambda *_: None)
+    monkeypatch.setattr(compare, "analyze", lambda *_: None)
     demo(str(tmp_path), data, steps=1)
     leftovers = [tmp_path / "softmax" / "leftover", tmp_path / "figures" / "leftover.png"]
     for leftover in leftovers:
         leftover.touch()
 
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "time_steps", stop)
+    monkeypatch.setattr(compare, "interleave", stop)
     with pytest.raises(KeyboardInterrupt):
         demo(str(tmp_path), data, steps=1)
     assert "it starts again" in capfd.readouterr().err

@@ -1,6 +1,6 @@
 """Candidates: attention layers on square feature maps, and models of timm."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isqrt
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..layers import BaseAttention, InLineAttention, LinearAttention, SoftmaxAtt
 from ..layers.inline_attention import PATHS
 from ..models import factory
 from ..utils.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
-from ..utils.validation import MOST_PIXELS, Range, check_value, require
+from ..utils.validation import MOST_PIXELS, Range, check_value, did_you_mean, require
 from .workload import Candidate, Comparison, draw_input, draw_weights
 
 # Side lengths of images are multiples of the coarsest stride of most models.
@@ -48,14 +48,7 @@ class Projections(nn.Module):
 
 
 def layer_comparisons(tokens: Sequence[int], dim: int, heads: int, batch: int) -> list[Comparison]:
-    """Return comparisons of InLine attention (its default path and each path), its projections, linear and softmax.
-
-    Args:
-        tokens: Numbers of tokens, each a square.
-        dim: Channels.
-        heads: Heads.
-        batch: Feature maps per call.
-    """
+    """Return comparisons of InLine attention (by its default path and each path), its projections, linear, softmax."""
     for count in tokens:
         side = isqrt(max(count, 1))
         require(side**2 == count, f"{count} tokens are not a square map: use {side**2} or {(side + 1) ** 2}")
@@ -96,13 +89,7 @@ def layer_comparisons(tokens: Sequence[int], dim: int, heads: int, batch: int) -
 
 
 def model_comparisons(models: Sequence[str], sizes: Sequence[int], batches: Sequence[int]) -> list[Comparison]:
-    """Return one comparison of models per image size and batch size.
-
-    Args:
-        models: NAME or NAME:OPTION=VALUE,OPTION=VALUE, as timm.create_model knows them.
-        sizes: Side lengths of the images.
-        batches: Images per call.
-    """
+    """Return one comparison of models, as in the options of `bench model`, per image size and batch size."""
     return [
         Comparison(f"{size}², batch {batch}", batch, [model_candidate(model, size, batch) for model in models])
         for batch in batches
@@ -111,7 +98,7 @@ def model_comparisons(models: Sequence[str], sizes: Sequence[int], batches: Sequ
 
 
 def model_candidate(text: str, size: int, batch: int) -> Candidate:
-    """Return a model on random images; see model_comparisons()."""
+    """Return a model, NAME or NAME:OPTION=VALUE,OPTION=VALUE, on random images."""
     name, options = factory.parse_model(text)
     check_side("size", size)
     check_value("batch", batch, int, Range(1, MOST_PIXELS))
@@ -125,6 +112,13 @@ def model_candidate(text: str, size: int, batch: int) -> Candidate:
         return model, draw_input(batch, 3, size, size, device=device)
 
     return Candidate(text, size, make)
+
+
+def check_names(what: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Raise a ValueError for names that are not known."""
+    for name in names:
+        remedy = did_you_mean(name, known) or f"choose among {', '.join(known)}"
+        require(name in known, f"there is no {what} {name!r}: {remedy}")
 
 
 def check_side(name: str, pixels: int) -> None:

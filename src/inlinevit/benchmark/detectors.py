@@ -13,8 +13,8 @@ from ..tasks.detection.config import DetectorConfig
 from ..tasks.detection.cost import BOXES, CATEGORIES, MASKS, Kind, detector_cost, stages_of
 from ..tasks.detection.model import PyramidRCNN, build_detector
 from ..utils.memory import require_memory_for_images
-from ..utils.validation import did_you_mean, require
-from .candidates import check_side
+from ..utils.validation import require
+from .candidates import check_names, check_side
 from .workload import SEED, Candidate, Comparison, draw_input
 
 # Objects per image in training.
@@ -74,29 +74,21 @@ class FixedRegionsDetector(nn.Module):
 def count_flops(module: nn.Module, x: Tensor) -> float:
     """Return the floating-point operations of a forward call of a FixedRegionsDetector."""
     detector = cast(FixedRegionsDetector, module).detector
-    rois = stages_of(detector)[0].fg_bg_sampler.batch_size_per_image
-    regions = (rois, OBJECTS) if module.training else (BOXES, MASKS)
+    boxes, masks = BOXES, MASKS
+    if module.training:
+        boxes, masks = stages_of(detector)[0].fg_bg_sampler.batch_size_per_image, OBJECTS
     detector = deepcopy(detector).to("meta")
-    return 2e9 * len(x) * detector_cost(detector, (x.shape[2], x.shape[3]), boxes=regions[0], masks=regions[1])[1]
+    return 2e9 * len(x) * detector_cost(detector, (x.shape[2], x.shape[3]), boxes=boxes, masks=masks)[1]
 
 
 def detector_comparisons(
     backbones: Sequence[str], detectors: Sequence[str], height: int, width: int
 ) -> list[Comparison]:
-    """Return one comparison of backbones per kind of detector, on one image.
-
-    Args:
-        backbones: NAME or NAME:OPTION=VALUE,OPTION=VALUE, as timm.create_model knows them.
-        detectors: Kinds of detectors.
-        height: Height of the image.
-        width: Width of the image.
-    """
+    """Return one comparison of backbones per kind of detector, on one image; see the options of `bench detection`."""
     for name, pixels in {"height": height, "width": width}.items():
         check_side(name, pixels)
     require_memory_for_images(1, 3, height, width, "choose a smaller height or width")
-    for kind in detectors:
-        remedy = did_you_mean(kind, get_args(Kind)) or f"choose among {', '.join(get_args(Kind))}"
-        require(kind in get_args(Kind), f"there is no detector {kind!r}: {remedy}")
+    check_names("detector", detectors, get_args(Kind))
 
     def candidate(kind: Kind, text: str) -> Candidate:
         backbone, options = parse_model(text)
@@ -114,9 +106,8 @@ def detector_comparisons(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(SEED)
                 detector = build_detector(config, CATEGORIES)
-            return FixedRegionsDetector(detector, (height, width)).to(device), draw_input(
-                1, 3, height, width, device=device
-            )
+            image = draw_input(1, 3, height, width, device=device)
+            return FixedRegionsDetector(detector, (height, width)).to(device), image
 
         return Candidate(text, height, make, width=width, count=count_flops)
 

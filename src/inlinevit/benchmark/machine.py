@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..utils.memory import available_memory
+from .timing import interleave
 
 # Side length of the square matrices whose product is the reference for speed.
 GEMM_SIDE = 1024
@@ -53,12 +53,7 @@ def gemm(device: torch.device) -> Callable[[], Tensor]:
 
 def gemm_rate(device: torch.device) -> float:
     """Return a rough estimate of the floating-point operations per second in gemm()."""
-    product, seconds = gemm(device), []
-    for _ in range(4):
-        started = time.perf_counter()
-        product().sum().item()
-        seconds.append(time.perf_counter() - started)
-    return GEMM_FLOPS / min(seconds)
+    return GEMM_FLOPS / min(interleave({"gemm": gemm(device)}, rounds=3, warmup=1, device=device)["gemm"])
 
 
 @contextmanager

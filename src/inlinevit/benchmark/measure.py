@@ -16,8 +16,7 @@ from ..engine.config import MOST_STEPS, MOST_WORKERS
 from ..models._backbone import Backbone
 from ..models.inference import optimize_for_inference
 from ..utils.validation import Range, check_value, require
-from .limits import Limits
-from .machine import GEMM_FLOPS, describe_machine, gemm, gemm_rate, pinned_threads
+from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
 from .memory import peak_memory
 from .results import Measurement, Results
 from .timing import interleave, quartiles
@@ -27,6 +26,10 @@ from .workload import Candidate, Comparison, disable_dropout, nominal_flops
 TOLERANCE = 1e-4
 # Calls of fewer seconds are preceded by an untimed call.
 REHEARSE_BELOW = 0.1
+# A call that needs more than this fraction of the free memory is left out.
+MEMORY_FRACTION = 0.7
+# A path that does more than this many times the work of the reference path is left out: it would slow down each round.
+MAX_WORK = 3
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,9 @@ class Conditions:
     backward: bool = False
 
     def __post_init__(self) -> None:
-        check_value("threads", self.threads, int, Range(-inf, MOST_WORKERS))
-        check_value("rounds", self.rounds, int, Range(-inf, MOST_STEPS))
-        require(self.threads > 0, f"threads is {self.threads}: it should be at least 1")
-        require(self.rounds > 1, f"rounds is {self.rounds}: it should be at least 2, for quartiles")
+        check_value("threads", self.threads, int, Range(1, MOST_WORKERS))
+        # Quartiles need two.
+        check_value("rounds", self.rounds, int, Range(2, MOST_STEPS))
         require(self.device in ("cpu", "cuda"), f"device is {self.device}: it should be cpu or cuda")
         require(self.device == "cpu" or torch.cuda.is_available(), "there is no GPU for device cuda: use device cpu")
 
@@ -66,16 +68,12 @@ def compiled(module: nn.Module) -> nn.Module:
     return cast(nn.Module, cast(Any, torch.compile)(module, dynamic=False, **isolated))
 
 
-def optimized(module: nn.Module) -> nn.Module | None:
-    """Apply optimize_for_inference, which takes models of this package only."""
-    return optimize_for_inference(module) if isinstance(module, Backbone) else None
-
-
 # How a module is run: from a module to what is called, or None where a mode does not apply.
 MODES: dict[str, Callable[[nn.Module], nn.Module | None]] = {
     "eager": lambda module: module,
     "compiled": compiled,
-    "optimized": optimized,
+    # For models of this package only.
+    "optimized": lambda module: optimize_for_inference(module) if isinstance(module, Backbone) else None,
 }
 
 
@@ -84,7 +82,6 @@ class Variant:
     """A candidate in a mode, ready to be called.
 
     Attributes:
-        candidate: The candidate.
         mode: One of MODES.
         module: The module with the parameters.
         step: A call, which returns its outputs; if it includes the backward pass, the parameters have gradients.
@@ -126,7 +123,7 @@ def measure(
         what: Name of the benchmark.
         comparisons: What to measure.
         modes: Some of MODES.
-        conditions: How.
+        conditions: How to measure.
         **settings: Further settings to record with the results.
 
     Raises:
@@ -166,6 +163,39 @@ def measure(
     return Results(what, {**settings, "modes": list(modes), **vars(conditions)}, machine, measurements, notes)
 
 
+class Limits:
+    """Estimates whether a candidate takes too much time or memory.
+
+    Args:
+        longest_call: Seconds per call.
+        device: Where candidates run.
+        rate: Floating-point operations per second of the machine; a candidate is expected to reach half of it.
+    """
+
+    def __init__(self, longest_call: float, device: torch.device, rate: float) -> None:
+        self.longest_call = longest_call
+        self.device = device
+        self.rate = rate / 2
+        self.bytes_per_flop: dict[str, float] = {}
+
+    def learn(self, candidate: Candidate, work: float, memory: int) -> None:
+        """Note the bytes that a candidate took; a larger input is expected to take more in proportion to its work."""
+        before = self.bytes_per_flop.get(candidate.name, 0)
+        self.bytes_per_flop[candidate.name] = max(before, memory / max(work, 1))
+
+    def exceeded(self, candidate: Candidate, flops: float, work: float) -> str:
+        """Return why a candidate cannot be measured, or "" if it can; flops and work as in Variant."""
+        if work > MAX_WORK * flops:
+            return f"it does {work / flops:.1f} times the work"
+        seconds, memory = work / self.rate, work * self.bytes_per_flop.get(candidate.name, 0)
+        if seconds > self.longest_call:
+            return f"a call would take about {seconds:.1f} s, and {self.longest_call:g} s are allowed"
+        free = MEMORY_FRACTION * free_memory(self.device)
+        if memory > free:
+            return f"a call would need about {memory / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free for it"
+        return ""
+
+
 class LeftOut(Exception):
     """A candidate cannot be measured; the message is the reason."""
 
@@ -185,34 +215,31 @@ def make_variants(candidate: Candidate, modes: Sequence[str], conditions: Condit
         if not candidate.is_optional:
             raise
         raise LeftOut(str(error)) from error
-    reason = limits.exceeded(candidate, flops, work)
-    if reason:
+    if reason := limits.exceeded(candidate, flops, work):
         raise LeftOut(reason)
-    variants = []
-    for mode in modes:
-        runner = None if mode == "optimized" and conditions.backward else MODES[mode](module)
-        if runner is not None:
-            step = make_step(runner, x, conditions.backward)
-            variants.append(Variant(candidate, mode, module, step, flops, work))
-    return variants
+    modes = [mode for mode in modes if mode != "optimized" or not conditions.backward]
+    runners = [(mode, MODES[mode](module)) for mode in modes]
+    return [
+        Variant(candidate, mode, module, make_step(runner, x, conditions.backward), flops, work)
+        for mode, runner in runners
+        if runner is not None
+    ]
 
 
 def make_step(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], list[Tensor]]:
     """Return what is timed: a forward call, or one with the backward pass of the sum of squares of its outputs."""
 
-    def forward() -> list[Tensor]:
-        with torch.no_grad():
+    def step() -> list[Tensor]:
+        if backward:
+            module.zero_grad()
+        with torch.set_grad_enabled(backward):
             out = module(x)
-        return [out] if isinstance(out, Tensor) else list(out)
-
-    def forward_and_backward() -> list[Tensor]:
-        module.zero_grad()
-        out = module(x)
         parts = [out] if isinstance(out, Tensor) else list(out)
-        cast(Tensor, sum(part.square().sum() for part in parts)).backward()
+        if backward:
+            cast(Tensor, sum(part.square().sum() for part in parts)).backward()
         return [part.detach() for part in parts]
 
-    return forward_and_backward if backward else forward
+    return step
 
 
 def check_agreement(variants: Sequence[Variant]) -> None:

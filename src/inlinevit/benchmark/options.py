@@ -7,24 +7,20 @@ INLINE_DEIT, SOFTMAX_DEIT = "inline_deit_tiny", "deit_tiny_patch16_224"
 INLINE_SWIN, SOFTMAX_SWIN = "inline_swin_tiny", "swin_tiny_patch4_window7_224"
 
 # InLine models and their softmax counterparts, by family.
-FAMILIES: dict[str, list[tuple[str, str | None]]] = {
-    "deit": [(INLINE_DEIT, SOFTMAX_DEIT), ("inline_deit_small", None), ("inline_deit_base", None)],
-    "pvt": [
-        ("inline_pvt_tiny", "pvt_tiny"),
-        ("inline_pvt_small", "pvt_small"),
-        ("inline_pvt_medium", None),
-        ("inline_pvt_large", None),
-    ],
-    "swin": [
-        (INLINE_SWIN, SOFTMAX_SWIN),
-        ("inline_swin_small", "swin_small_patch4_window7_224"),
-        ("inline_swin_base", "swin_base_patch4_window7_224"),
-    ],
-    "cswin": [
-        ("inline_cswin_tiny", "cswin_tiny"),
-        ("inline_cswin_small", "cswin_small"),
-        ("inline_cswin_base", "cswin_base"),
-    ],
+FAMILIES: dict[str, dict[str, str | None]] = {
+    "deit": {INLINE_DEIT: SOFTMAX_DEIT, "inline_deit_small": None, "inline_deit_base": None},
+    "pvt": {
+        "inline_pvt_tiny": "pvt_tiny",
+        "inline_pvt_small": "pvt_small",
+        "inline_pvt_medium": None,
+        "inline_pvt_large": None,
+    },
+    "swin": {
+        INLINE_SWIN: SOFTMAX_SWIN,
+        "inline_swin_small": "swin_small_patch4_window7_224",
+        "inline_swin_base": "swin_base_patch4_window7_224",
+    },
+    "cswin": {f"inline_cswin_{size}": f"cswin_{size}" for size in ("tiny", "small", "base")},
 }
 
 

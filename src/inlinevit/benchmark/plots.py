@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from matplotlib.figure import Figure
 
@@ -45,35 +46,20 @@ def time_line(points: Sequence[Measurement], x: Sequence[float]) -> Line:
     return Line(style_of(points[0].name), x, median, low, high)
 
 
-def layer_figure(results: Results) -> tuple[Figure, str]:
-    """Plot time over tokens."""
-    lines = [time_line(points, [one.size for one in points]) for points in results.by_name().values()]
-    figure = lines_figure([Panel("tokens", "ms per call", lines)], log_x=True, log_y=True)
-    return figure, "Time of an attention layer over its tokens, in its best mode."
-
-
-def resolution_figure(results: Results) -> tuple[Figure, str]:
-    """Plot time over the side length of the images, one panel per batch size."""
+def time_figure(
+    results: Results, *, x_label: str, x_of: Callable[[Measurement], int], caption: str, y_label: str = "ms per image"
+) -> tuple[Figure, str]:
+    """Plot time over what x_of() returns, one panel per batch size."""
     panels = []
     for batch in results.batches:
-        lines = [time_line(points, [one.size for one in points]) for points in results.by_name(batch).values()]
-        panels.append(Panel("side length of the images, pixels", "ms per image", lines, f"batch {batch}"))
-    return lines_figure(panels, log_x=True, log_y=True), "Time of DeiT-T over the resolution, in its best mode."
-
-
-def window_figure(results: Results) -> tuple[Figure, str]:
-    """Plot time over the side length of the windows, one panel per batch size."""
-    panels = []
-    for batch in results.batches:
-        models: dict[str, list[Measurement]] = {}
-        for name, points in results.by_name(batch).items():
-            models.setdefault(name.partition(":")[0], []).extend(points)
-        lines = [
-            time_line(points, [int(one.name.partition("window_size=")[2]) for one in points])
-            for points in models.values()
-        ]
-        panels.append(Panel("side length of the windows, tokens", "ms per image", lines, f"batch {batch}"))
-    return lines_figure(panels, log_x=True, log_y=True), "Time of Swin-T at 224² over the size of its windows."
+        lines: dict[str, list[Measurement]] = {}
+        for one in results.best:
+            if one.batch == batch:
+                # A model with windows of several sizes is one line.
+                lines.setdefault(one.name.partition(":window_size=")[0], []).append(one)
+        found = [time_line(points, [x_of(one) for one in points]) for points in lines.values()]
+        panels.append(Panel(x_label, y_label, found, "" if results.what == "layer" else f"batch {batch}"))
+    return lines_figure(panels, log_x=True, log_y=True), caption
 
 
 def scaling_figure(results: Results) -> tuple[Figure, str]:
@@ -92,10 +78,9 @@ def accuracy_figure(results: Results) -> tuple[Figure, str]:
     """Plot published accuracy over measured time, one panel per family."""
     found = results.by_name(results.batches[0])
     panels = []
-    for family, pairs in FAMILIES.items():
+    for family, models in FAMILIES.items():
         lines = []
-        # InLine models, then softmax models.
-        for names in zip(*pairs, strict=True):
+        for names in (models.keys(), models.values()):
             points = [found[name][0] for name in names if name in found]
             if points:
                 line = time_line(points, [1000 / one.images_per_second for one in points])
@@ -156,9 +141,25 @@ def detection_figure(results: Results) -> tuple[Figure, str]:
 
 
 FIGURES: dict[str, Callable[[Results], tuple[Figure, str]]] = {
-    "layer": layer_figure,
-    "window": window_figure,
-    "resolution": resolution_figure,
+    "layer": partial(
+        time_figure,
+        x_label="tokens",
+        x_of=lambda one: one.size,
+        y_label="ms per call",
+        caption="Time of an attention layer over its tokens, in its best mode.",
+    ),
+    "window": partial(
+        time_figure,
+        x_label="side length of the windows, tokens",
+        x_of=lambda one: int(one.name.partition("window_size=")[2]),
+        caption="Time of Swin-T at 224² over the size of its windows.",
+    ),
+    "resolution": partial(
+        time_figure,
+        x_label="side length of the images, pixels",
+        x_of=lambda one: one.size,
+        caption="Time of DeiT-T over the resolution, in its best mode.",
+    ),
     "scaling": scaling_figure,
     "accuracy": accuracy_figure,
     "detection": detection_figure,

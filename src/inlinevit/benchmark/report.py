@@ -64,12 +64,7 @@ def write_report(results: Results, folder: Path, name: str) -> Path:
 
 
 def make_markdown(results: Results, picture: str) -> str:
-    """Return tables and figure for a document.
-
-    Args:
-        results: The results.
-        picture: Path of the figure, relative to the document.
-    """
+    """Return tables and figure for a document; `picture` is the path of the figure, relative to the document."""
     parts = []
     for block in make_blocks(results):
         if isinstance(block, Picture):

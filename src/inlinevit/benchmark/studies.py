@@ -1,16 +1,20 @@
 """The benchmarks of `inlinevit bench`: layers, models, the three studies of the paper, scaling, detectors."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
+import torch
+
 from ..models.catalog import CATALOG
-from ..utils.validation import MOST_PIXELS, Range, check_value, did_you_mean, require
-from .candidates import layer_comparisons, model_candidate, model_comparisons
+from ..utils.validation import MOST_PIXELS, Range, check_value, require
+from .candidates import check_names, layer_comparisons, model_candidate, model_comparisons
 from .detectors import detector_comparisons
 from .measure import MODES, Conditions, measure
 from .options import BENCHES, FAMILIES, INLINE_DEIT, INLINE_SWIN, SOFTMAX_DEIT, SOFTMAX_SWIN, WITHOUT_OPTIMIZED
 from .results import Results
-from .workload import Candidate, Comparison
+from .workload import Comparison
 
 # Published ImageNet-1K top-1 of timm's models; the catalog has that of the models of this package.
 PUBLISHED_TOP1 = {
@@ -30,20 +34,15 @@ def published_top1(model: str) -> float:
 
 def accuracy_comparisons(families: Sequence[str], batches: Sequence[int]) -> list[Comparison]:
     """Return comparisons of InLine models with their softmax counterparts, at the input size of their accuracy."""
-    for family in families:
-        remedy = did_you_mean(family, FAMILIES) or f"choose among {', '.join(FAMILIES)}"
-        require(family in FAMILIES, f"there is no family {family!r}: {remedy}")
+    check_names("family", families, FAMILIES)
 
-    def candidates(pair: tuple[str, str | None], batch: int) -> list[Candidate]:
-        sizes = {model: CATALOG[model].input_size if model in CATALOG else 224 for model in pair if model}
-        return [model_candidate(model, size, batch) for model, size in sizes.items()]
-
-    return [
-        Comparison(f"{pair[0]}, batch {batch}", batch, candidates(pair, batch))
-        for batch in batches
-        for family in families
-        for pair in FAMILIES[family]
-    ]
+    comparisons = []
+    for batch, family in product(batches, families):
+        for model, softmax in FAMILIES[family].items():
+            sizes = {name: CATALOG[name].input_size if name in CATALOG else 224 for name in (model, softmax) if name}
+            candidates = [model_candidate(name, size, batch) for name, size in sizes.items()]
+            comparisons.append(Comparison(f"{model}, batch {batch}", batch, candidates))
+    return comparisons
 
 
 def window_comparisons(windows: Sequence[int], batches: Sequence[int]) -> list[Comparison]:
@@ -54,24 +53,14 @@ def window_comparisons(windows: Sequence[int], batches: Sequence[int]) -> list[C
     return model_comparisons(models, [224], batches)
 
 
-def resolution_comparisons(sizes: Sequence[int], batches: Sequence[int]) -> list[Comparison]:
-    """Return comparisons of DeiT-T with InLine and softmax attention."""
-    return model_comparisons([INLINE_DEIT, SOFTMAX_DEIT], sizes, batches)
-
-
-def scaling_comparisons(sizes: Sequence[int], batches: Sequence[int]) -> list[Comparison]:
-    """Return comparisons of DeiT-T with InLine, linear and softmax attention."""
-    return model_comparisons([INLINE_DEIT, f"{INLINE_DEIT}:attention=linear", SOFTMAX_DEIT], sizes, batches)
-
-
 # From the options of a benchmark to what is measured.
 COMPARISONS: dict[str, Callable[..., list[Comparison]]] = {
     "layer": layer_comparisons,
     "model": model_comparisons,
     "accuracy": accuracy_comparisons,
     "window": window_comparisons,
-    "resolution": resolution_comparisons,
-    "scaling": scaling_comparisons,
+    "resolution": partial(model_comparisons, [INLINE_DEIT, SOFTMAX_DEIT]),
+    "scaling": partial(model_comparisons, [INLINE_DEIT, f"{INLINE_DEIT}:attention=linear", SOFTMAX_DEIT]),
     "detection": detector_comparisons,
 }
 
@@ -100,15 +89,16 @@ def run_bench(
     bench = BENCHES[what]
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen = {**bench.options, **(bench.quick if quick else {}), **chosen}
-    limits: dict[str, Any] = {"rounds": 10, "patience": 4.0} if quick else {}
-    limits |= {} if rounds is None else {"rounds": rounds}
-    limits |= {} if threads is None else {"threads": threads}
-    longest_call = bench.longest_call / (30 if quick else 1)
-    conditions = Conditions(device=device, backward=backward, longest_call=longest_call, **limits)
+    conditions = Conditions(
+        threads=torch.get_num_threads() if threads is None else threads,
+        rounds=(10 if quick else 50) if rounds is None else rounds,
+        patience=4.0 if quick else 30.0,
+        longest_call=bench.longest_call / (30 if quick else 1),
+        device=device,
+        backward=backward,
+    )
     modes = chosen.pop("modes")
-    for mode in modes:
-        remedy = did_you_mean(mode, MODES) or f"choose among {', '.join(MODES)}"
-        require(mode in MODES, f"there is no mode {mode!r}: {remedy}")
+    check_names("mode", modes, MODES)
     asked = options.get("modes") or ()
     require(
         "optimized" not in asked or (what not in WITHOUT_OPTIMIZED and not backward),

@@ -34,9 +34,10 @@ def full_table(results: Results) -> Table:
     rows = []
     for one in results.measurements:
         low, median, high = (three_digits(1000 * seconds) for seconds in one.seconds)
+        pixels = f"{one.size}²" if one.width is None else f"{one.size}×{one.width}"
         cells = {
             "layer" if is_layer else "model": one.name,
-            "tokens" if is_layer else "size": f"{one.size:,}" if is_layer else size_in_pixels(one),
+            "tokens" if is_layer else "size": f"{one.size:,}" if is_layer else pixels,
             "batch": str(one.batch),
             "mode": one.mode,
             "ms": median,
@@ -125,11 +126,7 @@ def tokens_of(one: Measurement) -> int:
 
 
 def machine_table(records: Mapping[str, tuple[Results, dict[str, Any]]]) -> Table:
-    """Return where and with which versions records were made.
-
-    Args:
-        records: Values of read_results() by name.
-    """
+    """Return where and with which versions records, values of read_results() by name, were made."""
     rows = []
     for name, (results, facts) in records.items():
         machine, versions = results.machine, facts["versions"]
@@ -147,11 +144,6 @@ def machine_table(records: Mapping[str, tuple[Results, dict[str, Any]]]) -> Tabl
         )
     headings = ("record", "date", "machine", "GiB", "threads", "load before", "GEMM GFLOP/s", "versions")
     return Table(headings, rows, "Machines")
-
-
-def size_in_pixels(one: Measurement) -> str:
-    """Return 224², or 800×1344 (height and width) for images that are not square."""
-    return f"{one.size}²" if one.width is None else f"{one.size}×{one.width}"
 
 
 def three_digits(value: float) -> str:

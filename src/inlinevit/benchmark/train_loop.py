@@ -1,11 +1,11 @@
 """The cost of the training loop: whether data loading is the bottleneck, and what the loop adds to a bare step."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +17,8 @@ from ..engine.config import MOST_STEPS
 from ..engine.trainer import Trainer
 from ..tasks.classification.config import ClassificationConfig
 from ..tasks.classification.task import Classification
-from ..utils.validation import Range, check_value, require
+from ..utils.validation import Range, check_value
 from .timing import Quartiles, interleave, quartiles
-
-
-@dataclass
-class LoopTimes:
-    """Seconds of a training step, and of the steps that it is compared with.
-
-    Attributes:
-        training: A training step with real data.
-        data_only: The same with a model that does nothing: reading, augmenting and moving data, and the loop.
-        loop_on_tensors: A training step on one batch, repeated.
-        bare_on_tensors: Forward, backward and update on the same batch, without the loop.
-    """
-
-    training: Quartiles
-    data_only: Quartiles
-    loop_on_tensors: Quartiles
-    bare_on_tensors: Quartiles
-
-    def summary(self) -> dict[str, Any]:
-        """Return all times and the two ratios of interest."""
-        return {
-            **{name: list(times) for name, times in asdict(self).items()},
-            "times_faster_without_model": self.training.median / self.data_only.median,
-            "overhead_percent": 100 * (self.loop_on_tensors.median / self.bare_on_tensors.median - 1),
-            "threads": torch.get_num_threads(),
-        }
 
 
 class ConstantModel(nn.Module):
@@ -67,40 +41,54 @@ class WithoutModel(Classification):
         return ConstantModel(self.num_classes)
 
 
-def measure_loop(config: ClassificationConfig, steps: int = 30) -> LoopTimes:
+def measure_loop(config: ClassificationConfig, steps: int = 30) -> dict[str, Any]:
     """Measure the training loop with the data and the model of a recipe.
 
     Args:
         config: The recipe.
         steps: Steps of each kind.
+
+    Returns:
+        Quartiles of the seconds of a training step with real data ("training"), the same with a model that does
+        nothing ("data_only"), a training step on one batch, repeated ("loop_on_tensors"), and forward, backward and
+        update on the same batch without the loop ("bare_on_tensors"); and the ratios of summarize().
     """
-    require(steps > 1, f"steps is {steps}: it should be at least 2, for quartiles")
+    # Quartiles need two.
     check_value("steps", steps, int, Range(2, MOST_STEPS))
     with TemporaryDirectory() as folder:
         config = replace(config, run=replace(config.run, output=str(Path(folder) / "run"), resume="never"))
         console, numbers = Console(stderr=True), count()
         on_tensors = Trainer(Classification(config), config)
-        batch = send_to_device(next(on_tensors.data.batches(0, 0)), on_tensors.accelerator.device)
-        times = interleave(
-            {
-                "loop_on_tensors": lambda: on_tensors.train_step(next(numbers), repeat(batch)),
-                "bare_on_tensors": bare_step(config, batch),
-            },
-            rounds=steps,
-            console=console,
-        )
+        batch = first_batch(on_tensors)
+        steps_on_tensors = {
+            "loop_on_tensors": lambda: on_tensors.train_step(next(numbers), repeat(batch)),
+            "bare_on_tensors": bare_step(Trainer(Classification(config), config), batch),
+        }
+        times = interleave(steps_on_tensors, rounds=steps, console=console)
         # Timed separately, because workers that prefetch would disturb the others.
         real, idle = Trainer(Classification(config), config), Trainer(WithoutModel(config), config)
         real_batches, idle_batches = endless(real), endless(idle)
-        times |= interleave(
-            {
-                "training": lambda: real.train_step(next(numbers), real_batches),
-                "data_only": lambda: idle.train_step(next(numbers), idle_batches),
-            },
-            rounds=steps,
-            console=console,
-        )
-        return LoopTimes(**{name: quartiles(seconds) for name, seconds in times.items()})
+        steps_on_data = {
+            "training": lambda: real.train_step(next(numbers), real_batches),
+            "data_only": lambda: idle.train_step(next(numbers), idle_batches),
+        }
+        times |= interleave(steps_on_data, rounds=steps, console=console)
+    return summarize({name: quartiles(seconds) for name, seconds in times.items()})
+
+
+def summarize(times: dict[str, Quartiles]) -> dict[str, Any]:
+    """Return the times with the two ratios of interest."""
+    return {
+        **times,
+        "times_faster_without_model": times["training"].median / times["data_only"].median,
+        "overhead_percent": 100 * (times["loop_on_tensors"].median / times["bare_on_tensors"].median - 1),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def first_batch(trainer: Trainer) -> tuple[Tensor, Tensor, list[str]]:
+    """Return the first training batch: images, labels, and what was unreadable."""
+    return send_to_device(next(trainer.data.batches(0, 0)), trainer.accelerator.device)
 
 
 def endless(trainer: Trainer) -> Iterator[Any]:
@@ -109,9 +97,9 @@ def endless(trainer: Trainer) -> Iterator[Any]:
         yield from trainer.data.batches(epoch, 0)
 
 
-def bare_step(config: ClassificationConfig, batch: Any) -> Any:
-    """Return a training step without the loop."""
-    trainer = Trainer(Classification(config), config)
+def bare_step(trainer: Trainer, batch: tuple[Tensor, Tensor, list[str]]) -> Callable[[], None]:
+    """Return a training step of a trainer's model on one batch, without the loop."""
+    config = cast(ClassificationConfig, trainer.config)
     model, optimizer = trainer.unwrapped_model.train(), trainer.optimizer.optimizer
     images, labels, _ = batch
 

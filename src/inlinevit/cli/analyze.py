@@ -2,7 +2,6 @@
 
 from jsonargparse import ArgumentParser, Namespace
 
-from .commands import Command
 from .parsing import add_options, new_parser
 
 
@@ -35,21 +34,10 @@ def analyze(
         untrained: Use random weights. Names may have options then, such as inline_deit_tiny:attention=linear.
         output: Folder for analysis.html, analysis.json and figures/.
     """
+    options = locals()
     from ..analysis.analyze import analyze_command
 
-    analyze_command(
-        models,
-        data,
-        images,
-        confusion_images,
-        checkpoint,
-        img_size,
-        batch_size,
-        epsilon,
-        delta,
-        untrained,
-        output,
-    )
+    analyze_command(**options)
 
 
 def make_parser() -> ArgumentParser:
@@ -70,6 +58,3 @@ def make_parser() -> ArgumentParser:
 def run(settings: Namespace) -> None:
     """Analyze models."""
     analyze(**vars(settings))
-
-
-COMMAND = Command(make_parser, run)

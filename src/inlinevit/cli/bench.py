@@ -94,7 +94,7 @@ def run_loop(settings: Namespace) -> None:
     recipe = to_config(parser.instantiate(parser.parse_args(recipes)), ClassificationConfig)
     unused = [f"--run.{name}" for name in UNUSED_BY_LOOP if vars(config.run)[name] != vars(recipe.run)[name]]
     require(not unused, f"bench loop writes nothing, so {' and '.join(unused)} would have no effect: leave it out")
-    numbers = measure_loop(config, settings.steps).summary()
+    numbers = measure_loop(config, settings.steps)
     if settings.json:
         print(json.dumps(numbers, indent=2))
         return
@@ -106,12 +106,10 @@ def run_loop(settings: Namespace) -> None:
     print(f"on tensors, the loop takes {numbers['overhead_percent']:.1f} % longer than a bare step")
 
 
-def study_entry(name: str) -> Entry:
-    """Return the table entry of one of BENCHES."""
-    return Entry(BENCHES[name].help, lambda: Command(partial(make_study_parser, name), partial(run_study, name)))
-
-
-COMMAND = {
-    **{name: study_entry(name) for name in BENCHES},
-    "loop": Entry("what the training loop and data loading cost", lambda: Command(make_loop_parser, run_loop)),
+COMMANDS = {
+    **{
+        name: Entry(bench.help, partial(Command, partial(make_study_parser, name), partial(run_study, name)))
+        for name, bench in BENCHES.items()
+    },
+    "loop": Entry("what the training loop and data loading cost", partial(Command, make_loop_parser, run_loop)),
 }

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..tasks import TASKS, TaskEntry
 
@@ -37,64 +38,56 @@ class Entry:
     load: Callable[[], "Command | Mapping[str, Entry]"]
 
 
-def from_module(name: str, help: str) -> Entry:
-    """An entry whose command is COMMAND in a module of this package, imported on demand."""
-    return Entry(help, lambda: import_module(f"{__package__}.{name}").COMMAND)
+def from_module(name: str, *arguments: TaskEntry) -> Command:
+    """Import a command of this package: make_parser and run of its module, both with these arguments."""
+    module = import_module(f"{__package__}.{name}")
+    return Command(partial(module.make_parser, *arguments), partial(module.run, *arguments))
 
 
 def of_task(task: TaskEntry) -> dict[str, Entry]:
-    """Return the commands of a task: make_command(task) of the modules train, eval and predict."""
-
-    def from_task(module: str) -> Callable[[], Command]:
-        return lambda: import_module(f"{__package__}.{module}").make_command(task)
-
+    """Return the commands of a task."""
+    about = {"train": "train a model", "eval": "evaluate a model", "predict": "predict images with a model"}
     return {
-        "train": Entry(f"train a model for {task.description}", from_task("train")),
-        "eval": Entry(f"evaluate a model for {task.description}", from_task("eval")),
-        "predict": Entry(f"predict images with a model for {task.description}", from_task("predict")),
+        name: Entry(f"{help} for {task.description}", partial(from_module, name, task)) for name, help in about.items()
     }
 
 
-def with_command(task: TaskEntry) -> Entry:
-    """Return the entry of a task with a command of its own."""
-    return Entry(f"{task.description}: train, eval, predict", lambda: of_task(task))
-
-
 COMMANDS: dict[str, Entry] = {
-    "demo": from_module("demo", "train softmax, linear and InLine attention side by side, in minutes"),
-    "models": from_module("models", "list all models with their size, cost and accuracy"),
-    "recipes": from_module("recipes", "list the recipes that --config takes, or print one of them"),
+    "demo": Entry("train softmax, linear and InLine attention side by side, in minutes", partial(from_module, "demo")),
+    "models": Entry("list all models with their size, cost and accuracy", partial(from_module, "models")),
+    "recipes": Entry("list the recipes that --config takes, or print one of them", partial(from_module, "recipes")),
     **of_task(TASKS["classification"]),
-    **{task.command: with_command(task) for task in TASKS.values() if task.command},
-    "analyze": from_module("analyze", "measure what the attention of models does"),
-    "figure1": from_module("figure1", "redraw the paper's first figure"),
-    "bench": from_module("bench", "measure speed and memory"),
-    "reproduce": from_module("reproduce", "run the paper's ablations on CIFAR-10"),
+    **{
+        task.command: Entry(f"{task.description}: train, eval, predict", partial(of_task, task))
+        for task in TASKS.values()
+        if task.command
+    },
+    "analyze": Entry("measure what the attention of models does", partial(from_module, "analyze")),
+    "figure1": Entry("redraw the paper's first figure", partial(from_module, "figure1")),
+    "bench": Entry("measure speed and memory", lambda: import_module(f"{__package__}.bench").COMMANDS),
+    "reproduce": Entry("run the paper's ablations on CIFAR-10", partial(from_module, "reproduce")),
 }
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """How far the words of a command line name a command.
 
     Attributes:
-        prefix: The words that do, such as ("detect", "train").
+        prefix: The words that do, such as ["detect", "train"].
         target: The command, or the table from which the next word has to be chosen.
         arguments: The words after them.
     """
 
-    prefix: tuple[str, ...]
+    prefix: Sequence[str]
     target: Command | Mapping[str, Entry]
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
 
 
 def resolve(words: Sequence[str]) -> Resolved:
     """Find the command that a command line names."""
-    prefix: list[str] = []
     target: Command | Mapping[str, Entry] = COMMANDS
-    for word in words:
+    for place, word in enumerate(words):
         if isinstance(target, Command) or word not in target:
-            break
-        prefix.append(word)
+            return Resolved(words[:place], target, words[place:])
         target = target[word].load()
-    return Resolved(tuple(prefix), target, tuple(words[len(prefix) :]))
+    return Resolved(words, target, ())

@@ -2,23 +2,8 @@
 
 from jsonargparse import ArgumentParser, Namespace
 
-from .commands import Command
+from ..experiments.demo import demo
 from .parsing import add_options, new_parser
-
-
-def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps: int = 900) -> None:
-    """Train a small softmax, a plain linear and an InLine vision transformer side by side, and write a report.
-
-    Args:
-        output: Folder of the results: report.html, report.json, figures/, and a folder for each model.
-        data: "embedded", the Fashion-MNIST images that come with this package; or fashion-mnist:FOLDER, with the
-            folder of its four .gz files, for all of them.
-        seed: Decides initial weights, order of the data and augmentation.
-        steps: Training steps of each model.
-    """
-    from ..experiments import demo as experiment
-
-    experiment.demo(output, data, seed, steps)
 
 
 def make_parser() -> ArgumentParser:
@@ -31,6 +16,3 @@ def make_parser() -> ArgumentParser:
 def run(settings: Namespace) -> None:
     """Run the demo."""
     demo(**vars(settings))
-
-
-COMMAND = Command(make_parser, run)

@@ -20,20 +20,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The words after `inlinevit`; None = those of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words:
-        overview_parser((), resolve(words).target).print_help()
-        return
     warnings.showwarning = show_warning
     options: list[str] = []
     try:
-        found = resolve(words)
-        if not isinstance(found.target, Command):
-            options = list(found.target)
-            overview_parser(found.prefix, found.target).parse_args(found.arguments)
+        prefix, target, rest = resolve(words)
+        if not isinstance(target, Command):
+            options = list(target)
+            overview = overview_parser(prefix, target)
+            overview.parse_args(rest) if words else overview.print_help()
             return
-        parser = found.target.make_parser()
+        parser = target.make_parser()
         options = option_names(parser)
-        code = found.target.run(parser.instantiate(parser.parse_args(list(found.arguments))))
+        code = target.run(parser.instantiate(parser.parse_args(list(rest))))
     except BrokenPipeError:
         # The reader of the output has closed it. Python must not try to write the rest when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,14 +59,13 @@ class OverviewParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, message)
 
 
-def overview_parser(prefix: Sequence[str], commands: Command | Mapping[str, Entry]) -> argparse.ArgumentParser:
+def overview_parser(prefix: Sequence[str], commands: Mapping[str, Entry]) -> argparse.ArgumentParser:
     """Return the parser for what does not name a command: help, version, mistakes.
 
     Args:
-        prefix: The words that the commands come after, such as ("detect",).
+        prefix: The words that the commands come after, such as ["detect"].
         commands: What can come next.
     """
-    assert not isinstance(commands, Command)
     name = " ".join(("inlinevit", *prefix))
     parser = OverviewParser(
         prog=name,

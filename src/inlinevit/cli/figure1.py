@@ -2,31 +2,19 @@
 
 from jsonargparse import ArgumentParser, Namespace
 
-from .commands import Command
-from .parsing import add_options, new_parser
-
-
-def figure1(output: str = "runs/figure1") -> None:
-    """Redraw the paper's first figure from computed numbers.
-
-    Args:
-        output: Folder for figure1.png, figure1.svg and figure1.json.
-    """
-    from ..analysis.figure1 import figure1
-
-    figure1(output)
+from .parsing import new_parser
 
 
 def make_parser() -> ArgumentParser:
-    """Return the parser: the arguments of figure1()."""
+    """Return the parser of `inlinevit figure1`."""
     parser = new_parser("figure1", "Redraw the paper's first figure from computed numbers.")
-    add_options(parser, figure1)
+    about = "folder for figure1.png, figure1.svg and figure1.json"
+    parser.add_argument("--output", type=str, default="runs/figure1", help=about)
     return parser
 
 
 def run(settings: Namespace) -> None:
     """Redraw the paper's first figure."""
-    figure1(**vars(settings))
+    from ..analysis.figure1 import figure1
 
-
-COMMAND = Command(make_parser, run)
+    figure1(settings.output)

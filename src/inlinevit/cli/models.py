@@ -2,54 +2,28 @@
 
 import fnmatch
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
-from .commands import Command
 from .parsing import new_parser
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table of models.
-
-    Attributes:
-        heading: Its heading.
-        field: The field of the stored table that it shows.
-        format: How, as for str.format; numbers of parameters are in millions.
-    """
-
-    heading: str
-    field: str
-    format: str
-
-    def cell(self, facts: dict[str, Any]) -> str:
-        """Return the text for a model; a dash if the value is not known."""
-        value = facts[self.field]
-        if value is None:
-            return "–"
-        return self.format.format(value / 1e6 if self.field.endswith("parameters") else value)
-
-
-@dataclass(frozen=True)
-class ModelTable:
+class ModelTable(NamedTuple):
     """What `inlinevit models` lists for a task.
 
     Attributes:
         file: The stored table, a JSON file in this package; tools/model_tables.py writes it.
-        name: Heading of the first column.
-        columns: The other columns.
         caption: What the numbers are.
+        name: Heading of the first column.
+        columns: (heading, format) of the other columns, by field of the stored table. Parameters are in millions.
     """
 
     file: str
-    name: str
-    columns: tuple[Column, ...]
     caption: str
+    name: str
+    columns: dict[str, tuple[str, str]]
 
     def read(self) -> dict[str, dict[str, Any]]:
         """Return the facts of each model, by name."""
@@ -57,46 +31,51 @@ class ModelTable:
 
     def headings(self) -> list[str]:
         """Return the headings of all columns."""
-        return [self.name, *(column.heading for column in self.columns)]
+        return [self.name, *(heading for heading, _ in self.columns.values())]
 
     def row(self, name: str, facts: dict[str, Any]) -> list[str]:
-        """Return the cells of a model."""
-        return [name, *(column.cell(facts) for column in self.columns)]
+        """Return the cells of a model, with a dash for values that are not known."""
+        cells = [name]
+        for field, (_, form) in self.columns.items():
+            value = facts[field]
+            if value is not None and field.endswith("parameters"):
+                value /= 1e6
+            cells.append("–" if value is None else form.format(value))
+        return cells
+
+
+def cost_columns(architectures: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the columns of architectures, which are given by the prefix of their fields."""
+    columns = {}
+    for prefix, heading in architectures.items():
+        columns[f"{prefix}parameters"] = (f"{heading} M", "{:.2f}")
+        columns[f"{prefix}gmacs"] = ("GMACs", "{:.1f}")
+    return columns
 
 
 TABLES = {
     "classification": ModelTable(
         "models/catalog.json",
-        "model",
-        (
-            Column("input", "input_size", "{}²"),
-            Column("params M", "parameters", "{:.2f}"),
-            Column("GMACs", "gmacs", "{:.2f}"),
-            Column("top-1 %", "top1", "{:.1f}"),
-        ),
         "GMACs for one image; top-1 as published, on ImageNet-1K",
+        "model",
+        {
+            "input_size": ("input", "{}²"),
+            "parameters": ("params M", "{:.2f}"),
+            "gmacs": ("GMACs", "{:.2f}"),
+            "top1": ("top-1 %", "{:.1f}"),
+        },
     ),
     "detection": ModelTable(
         "tasks/detection/catalog.json",
-        "backbone",
-        (
-            Column("Mask R-CNN M", "parameters", "{:.2f}"),
-            Column("GMACs", "gmacs", "{:.1f}"),
-            Column("Cascade M", "cascade_parameters", "{:.2f}"),
-            Column("GMACs", "cascade_gmacs", "{:.1f}"),
-        ),
         "Millions of parameters and GMACs of whole detectors: 80 categories, one image of 1280×800",
+        "backbone",
+        cost_columns({"": "Mask R-CNN", "cascade_": "Cascade"}),
     ),
     "segmentation": ModelTable(
         "tasks/segmentation/catalog.json",
-        "backbone",
-        (
-            Column("SemanticFPN M", "parameters", "{:.2f}"),
-            Column("GMACs", "gmacs", "{:.1f}"),
-            Column("UperNet M", "upernet_parameters", "{:.2f}"),
-            Column("GMACs", "upernet_gmacs", "{:.1f}"),
-        ),
         "Millions of parameters and GMACs of whole models: 150 classes, one image of 2048×512",
+        "backbone",
+        cost_columns({"": "SemanticFPN", "upernet_": "UperNet"}),
     ),
 }
 
@@ -124,27 +103,18 @@ def run(settings: Namespace) -> None:
     if not models:
         words = "inlinevit models" if settings.task == "classification" else f"inlinevit models --task {settings.task}"
         raise ValueError(f"no model matches {settings.filter!r}: `{words}` lists all of them")
-    rows = [table.row(name, facts) for name, facts in models.items()]
+    headings, rows = table.headings(), [table.row(name, facts) for name, facts in models.items()]
     if settings.format == "json":
         print(json.dumps([{"name": name, **facts} for name, facts in models.items()], indent=2))
     elif settings.format == "markdown":
-        lines = [table.headings(), ["---"] * len(table.headings()), *rows]
-        print("\n".join(f"| {' | '.join(row)} |" for row in lines))
+        print("\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows]))
     else:
-        print_table(table, rows)
+        from rich.console import Console
+        from rich.table import Table
 
-
-def print_table(table: ModelTable, rows: Sequence[Sequence[str]]) -> None:
-    """Print rows on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(*table.headings(), caption=table.caption)
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        shown.add_row(*row)
-    Console().print(shown)
-
-
-COMMAND = Command(make_parser, run)
+        shown = Table(*headings, caption=table.caption)
+        for column in shown.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            shown.add_row(*row)
+        Console().print(shown)

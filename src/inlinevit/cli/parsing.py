@@ -3,15 +3,12 @@
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from ..recipes import find_recipe, merge_parts, read_parts
 from ..tasks import TaskEntry
-
-if TYPE_CHECKING:
-    from ..engine.config import TrainConfig
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -23,21 +20,18 @@ def new_parser(name: str, description: str, arguments: str = "[options]") -> Arg
     """Return a parser for `inlinevit NAME` that raises its errors.
 
     Args:
-        name: Of the command, such as "detect train".
+        name: Name of the command, such as "detect train".
         description: What the command does.
-        arguments: What stands after the name in the usage line, which would otherwise list all options.
+        arguments: What follows the name in the usage line, which would otherwise list all options.
     """
     usage = f"inlinevit {name} {arguments}"
     return ArgumentParser(prog=f"inlinevit {name}", usage=usage, description=description, exit_on_error=False)
 
 
 def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequence[str] = ()) -> None:
-    """Add the fields of a dataclass or the arguments of a function as options, in one group for each section.
+    """Add the fields of a dataclass or the arguments of a function as options, but those to skip.
 
-    Args:
-        parser: The parser.
-        source: The dataclass or function; fields that are dataclasses are sections.
-        skip: Names that are not to become options.
+    There is one group for each section, a field that is a dataclass.
     """
     if isinstance(source, type):
         files = [one.name for one in fields(cast(Any, source)) if one.type == list[str] | None]
@@ -59,10 +53,10 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
                 action.help = SUPPRESS
 
 
-def add_model(parser: ArgumentParser, task: TaskEntry) -> None:
-    """Add the model that a command of a task is given."""
+def add_model(parser: ArgumentParser, task: TaskEntry, nargs: str | None = None) -> None:
+    """Add the model that a command of a task is given; nargs "?" makes it optional."""
     about = "folder of a training run" + (", or name of a model" if task.accepts_names else "")
-    parser.add_argument("model", type=str, metavar="MODEL", help=about)
+    parser.add_argument("model", nargs=nargs, type=str, metavar="MODEL", help=about)
 
 
 class RecipeAction(ActionConfigFile):
@@ -98,15 +92,12 @@ class RecipeAction(ActionConfigFile):
 
 
 def require_sections(recipe: Any, options: Sequence[str], section: str = "") -> None:
-    """Refuse a recipe that has something else where fields are expected.
+    """Raise a ValueError, without the name of the file, for a recipe with something else where fields are expected.
 
     Args:
-        recipe: The content of the recipe.
+        recipe: The content of the recipe, or of one of its sections.
         options: The options of the command: data.path, ….
         section: Which part of it this is, such as "data."; "" = all of it.
-
-    Raises:
-        ValueError: The message does not name the file.
     """
     if not isinstance(recipe, dict):
         example = next(option for option in options if option.startswith(section) and "." in option)
@@ -120,39 +111,12 @@ def require_sections(recipe: Any, options: Sequence[str], section: str = "") -> 
 
 
 def add_recipe(parser: ArgumentParser, task: str, example: str) -> None:
-    """Add `--config RECIPE`.
-
-    Args:
-        parser: The parser.
-        task: Whose recipes are found by name.
-        example: Name of one of them.
-    """
+    """Add `--config RECIPE`, where recipes of the task are found by name; one of them is the example in the help."""
     about = f"name of a recipe, such as {example} (`inlinevit recipes` lists them), or a YAML file"
     action = parser.add_argument("--config", action=RecipeAction, metavar="RECIPE", help=about)
     cast(RecipeAction, action).task = task
 
 
-def train_parser(name: str, description: str, task: str, config: type["TrainConfig"], example: str) -> ArgumentParser:
-    """Return the parser of a training command: a recipe, and the fields of a configuration.
-
-    Args:
-        name: Of the command.
-        description: What the command does.
-        task: Whose recipes it takes.
-        config: The configuration.
-        example: Name of a recipe.
-    """
-    parser = new_parser(name, f"{description} Options override the recipe.", "[--config RECIPE] [options]")
-    add_recipe(parser, task, example)
-    add_options(parser, config)
-    return parser
-
-
 def to_config(settings: Namespace, kind: type[AnyConfig]) -> AnyConfig:
     """Return the parsed fields of a configuration as one object."""
     return kind(**{field.name: settings[field.name] for field in fields(cast(Any, kind))})
-
-
-def parse_as(kind: type[AnyConfig], parser: ArgumentParser, arguments: Sequence[str]) -> AnyConfig:
-    """Return the configuration that a training command would use for these arguments."""
-    return to_config(parser.instantiate(parser.parse_args(list(arguments))), kind)

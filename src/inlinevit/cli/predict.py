@@ -1,11 +1,8 @@
 """`inlinevit [TASK] predict`: predict images."""
 
-from functools import partial
-
 from jsonargparse import ArgumentParser, Namespace
 
 from ..tasks import TaskEntry
-from .commands import Command
 from .parsing import add_model, add_options, new_parser, to_config
 
 
@@ -26,8 +23,3 @@ def run(entry: TaskEntry, settings: Namespace) -> int:
 
     options = to_config(settings, entry.load_predict_options())
     return predict_command(entry.load_task(), settings.model, settings.images, options)
-
-
-def make_command(entry: TaskEntry) -> Command:
-    """Return the command of a task."""
-    return Command(partial(make_parser, entry), partial(run, entry))

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from inlinevit.experiments.reproduce import studies
-from inlinevit.experiments.reproduce.studies import Claim, Model, Study, attention_cell
+from inlinevit.experiments.reproduce.studies import Cell, Claim, Study
 
-SMALL = Model(patch_size=8, embed_dim=8, depth=1, num_heads=1)
+SMALL = {"patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +29,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def small_studies() -> Iterator[dict[str, Study]]:
     """Two studies of tiny models instead of the real ones, with a cell in common."""
-    softmax = attention_cell("softmax", "softmax", "softmax", model=SMALL)
-    linear = attention_cell("linear", "linear", "linear", model=SMALL)
-    inline = attention_cell("inline", "InLine", "inline", model=SMALL, local_residual=False)
+    softmax = Cell("softmax", "softmax", SMALL)
+    linear = Cell("linear", "linear", {"attention": "linear", **SMALL})
+    inline = Cell("inline", "InLine", {"attention": "inline", "attn_kwargs": {"local_residual": False}, **SMALL})
     small = {
-        "first": Study("First", "Which?", (softmax, linear), (Claim("softmax wins", (("softmax", "linear"),)),), 1),
+        "first": Study("First", "Which?", (softmax, linear), (Claim("softmax wins", softmax, linear),), 1),
         "second": Study("Second", "How?", (softmax, inline), (), 2),
     }
     before = dict(studies.STUDIES)

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from inlinevit.experiments.reproduce.cells import Outcome
-from inlinevit.experiments.reproduce.record import CellRecord, Record, Verdict, judge, judge_pair, read_record, worst
-from inlinevit.experiments.reproduce.studies import STUDIES, Claim, Study
+from inlinevit.experiments.reproduce.record import CellRecord, Record, Verdict, judge, read_record
+from inlinevit.experiments.reproduce.studies import STUDIES, Cell, Claim, Study
 from inlinevit.experiments.reproduce.tables import (
     accuracy_words,
     cells_table,
@@ -53,7 +53,8 @@ def cell(*top1: float | None) -> CellRecord:
     ],
 )
 def test_verdict_on_a_pair(better: CellRecord, worse: CellRecord, verdict: Verdict) -> None:
-    word, difference, noise, reason = judge_pair(better, worse, "A", "B")
+    claim = Claim("", Cell("a", "A", {}), Cell("b", "B", {}))
+    word, difference, noise, reason = judge(claim, {"a": better, "b": worse})
     assert (word, reason) == (verdict.word, verdict.reason)
     assert difference == (None if verdict.difference is None else pytest.approx(verdict.difference))
     assert noise == (None if verdict.noise is None else pytest.approx(verdict.noise))
@@ -68,15 +69,6 @@ def small_record(small_studies: dict[str, Study]) -> Record:
         "machine": {"system": "Linux", "cores": 8, "threads": 1},
     }
     return Record(settings, cells, facts)
-
-
-def test_claim_of_several_pairs_is_as_good_as_its_worst(small_studies: dict[str, Study]) -> None:
-    record, study = small_record(small_studies), small_studies["first"]
-    both = Claim("", (("softmax", "linear"), ("linear", "softmax")))
-    verdicts = judge(both, record, study)
-    assert [one.word for one in verdicts] == ["holds", "does not hold"]
-    assert worst(verdicts) == "does not hold"
-    assert worst([Verdict("holds"), Verdict("within noise")]) == "within noise"
 
 
 def test_accuracy_in_words() -> None:

@@ -18,15 +18,7 @@ ATTENTIONS = ("softmax", "linear", "inline")
 def demo_config(
     attention: str, *, output: str = "runs/embedded", data: str = "embedded", seed: int = 0, steps: int = 900
 ) -> ClassificationConfig:
-    """Return the recipe "embedded" for one of the demo's models; they differ in attention and output only.
-
-    Args:
-        attention: One of ATTENTIONS.
-        output: Folder of the run.
-        data: See demo().
-        seed: See demo().
-        steps: See demo().
-    """
+    """Return the recipe "embedded" for one of ATTENTIONS; the demo's models differ in attention and output only."""
     changes = {
         "data": {"path": data},
         "model": {"kwargs": {"attention": attention}},

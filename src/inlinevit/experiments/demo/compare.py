@@ -3,24 +3,25 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate import Accelerator
 from numpy.typing import NDArray
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...analysis.analyze import Effort, Subject, analyze
-from ...analysis.sections import Analysis, analysis_sections
+from ...analysis.sections import analysis_sections
 from ...benchmark.timing import interleave
+from ...benchmark.train_loop import bare_step, first_batch
 from ...engine.config import to_plain
 from ...engine.evaluator import evaluate_model
-from ...engine.setup import make_optimizer
 from ...engine.trainer import Trainer
+from ...models.catalog import count_parameters
 from ...report import STYLES, Report
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.metrics import ClassificationEvaluation
@@ -38,15 +39,12 @@ EFFORT = Effort(images=200, confusion_images=50, batch_size=50)
 
 
 def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: Console) -> Path:
-    """Train models that differ in their attention, and write a report that compares them.
+    """Train models that differ in their attention, write a report that compares them, and return its path.
 
     Args:
         folder: Folder of the report.
         configs: Configurations by attention.
         console: Where to show the progress.
-
-    Returns:
-        The path of the page.
     """
     started = time.monotonic()
     # Reads the data, so that errors occur before anything is written.
@@ -58,28 +56,35 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
         console.print(f"{number} of {len(tasks)}: training with {attention} attention")
         trainers[attention] = Trainer(task, configs[attention])
         trainers[attention].run()
-    seconds = time_steps(tasks, trainers, console)
-    models = {}
+    # Newly initialised models, on the same images.
+    steps = {
+        attention: bare_step(Trainer(task, configs[attention]), first_batch(trainers[attention]))
+        for attention, task in tasks.items()
+    }
+    seconds = interleave(steps, rounds=TIMED_ROUNDS, console=console)
+    models, analyses = {}, []
     for attention, task in tasks.items():
-        evaluation, predictions = evaluate_trained(task, trainers[attention])
-        metrics = (Path(configs[attention].run.output) / "metrics.jsonl").read_text()
+        trainer, config = trainers[attention], configs[attention]
+        model = trainer.unwrapped_model.eval()
+        evaluation, predictions = evaluate_trained(model, task, trainer.accelerator)
+        metrics = (Path(config.run.output) / "metrics.jsonl").read_text()
         models[attention] = TrainedModel(
-            parameters=sum(parameter.numel() for parameter in trainers[attention].unwrapped_model.parameters()),
+            parameters=count_parameters(model),
             evaluation=evaluation,
             predictions=predictions,
             history=[json.loads(line) for line in metrics.splitlines()],
-            batch_size=configs[attention].data.batch_size,
+            batch_size=config.data.batch_size,
             step_seconds=seconds[attention],
         )
+        subject = Subject(STYLES[attention].name, attention, model, task.spec, task.num_classes)
+        analyses.append(analyze(subject, task.eval_source, EFFORT, console))
     report = Report(
         "Three kinds of attention, side by side",
         "Vision transformers that differ only in their attention were trained on the same images, in the same order, "
         "for the same number of steps, and tested on other images.",
     )
-    source = task.eval_source
-    assert isinstance(source, ArraySource)
-    analyses = [analyze_model(attention, task, trainers[attention], console) for attention, task in tasks.items()]
-    report.add(*comparison_sections(models, source), *analysis_sections(analyses))
+    assert isinstance(task.eval_source, ArraySource)
+    report.add(*comparison_sections(models, task.eval_source), *analysis_sections(analyses))
     report.add(settings_section(settings, len(task.train_source)))
     path = report.write(folder)
     report.save_figures(folder / FIGURES)
@@ -117,41 +122,12 @@ def read_state(file: Path) -> dict[str, Any] | None:
     return state if isinstance(state, dict) and set(state) == {"state", "settings"} else None
 
 
-def time_steps(
-    tasks: Mapping[str, Classification], trainers: Mapping[str, Trainer], console: Console
-) -> dict[str, list[float]]:
-    """Return the seconds of training steps of newly initialised models on the same images."""
-    steps = {attention: make_step(task, trainers[attention]) for attention, task in tasks.items()}
-    return interleave(steps, rounds=TIMED_ROUNDS, console=console)
-
-
-def make_step(task: Classification, trainer: Trainer) -> Callable[[], None]:
-    """Return a training step of a newly initialised model on one batch."""
-    model = task.build_model().to(trainer.accelerator.device).train()
-    optimizer = make_optimizer(model, task.config.optimizer, trainer.total_batch)
-    batch = send_to_device(next(trainer.data.batches(0, 0)), trainer.accelerator.device)
-
-    def step() -> None:
-        task.loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def analyze_model(attention: str, task: Classification, trainer: Trainer, console: Console) -> Analysis:
-    """Analyze the attention of a trained model on some of the test images."""
-    model = trainer.unwrapped_model.eval()
-    subject = Subject(STYLES[attention].name, attention, model, task.spec, task.num_classes)
-    return analyze(subject, task.eval_source, EFFORT, console)
-
-
-def evaluate_trained(task: Classification, trainer: Trainer) -> tuple[ClassificationEvaluation, NDArray[np.int64]]:
+def evaluate_trained(
+    model: nn.Module, task: Classification, accelerator: Accelerator
+) -> tuple[ClassificationEvaluation, NDArray[np.int64]]:
     """Return the evaluation of a trained model and its predicted class for each test image, (images,)."""
-    assert isinstance(task.eval_source, ArraySource)
     predictions: list[Tensor] = []
-    model = trainer.unwrapped_model.eval()
     hook = model.register_forward_hook(lambda _module, _images, logits: predictions.append(logits.argmax(dim=1).cpu()))
-    evaluation = evaluate_model(model, task.make_evaluator(), trainer.accelerator, show_progress=True)
+    evaluation = evaluate_model(model, task.make_evaluator(), accelerator, show_progress=True)
     hook.remove()
     return evaluation, torch.cat(predictions).numpy()

@@ -118,23 +118,22 @@ def verdict(models: Models, labels: NDArray[np.int64]) -> str:
     ranking = sorted(models, key=lambda attention: models[attention].evaluation.top1, reverse=True)
     accuracies = [f"{STYLES[attention].name} {models[attention].evaluation.top1:.1f} %" for attention in ranking]
     sentences = [f"Top-1 accuracy on the {len(labels):,} test images: {', '.join(accuracies)}."]
-    if "inline" in models:
-        inline = models["inline"]
-        for attention in (name for name in ranking if name != "inline"):
-            other, name = models[attention], STYLES[attention].name
-            gains = (inline.predictions == labels).astype(float) - (other.predictions == labels)
-            points, error = 100 * gains.mean(), 200 * gains.std() / len(gains) ** 0.5
-            chance = f"chance in the choice of test images (±{error:.1f})"
-            if abs(points) > error:
-                where = "above" if points > 0 else "below"
-                outcome = f"InLine is {abs(points):.1f} points {where} {name}, more than {chance}"
-            else:
-                outcome = f"InLine and {name} differ by {abs(points):.1f} points, not more than {chance}"
-            ratio = inline.quartiles.median / other.quartiles.median
-            cost = f"InLine's training step takes {ratio:.2f} times as long"
-            if inline.parameters != other.parameters:
-                cost += f", and it has {inline.parameters / other.parameters:.2f} times as many parameters"
-            sentences.append(f"{outcome}; {cost}.")
+    inline = models["inline"]
+    for attention in (name for name in ranking if name != "inline"):
+        other, name = models[attention], STYLES[attention].name
+        gains = (inline.predictions == labels).astype(float) - (other.predictions == labels)
+        points, error = 100 * gains.mean(), 200 * gains.std() / len(gains) ** 0.5
+        chance = f"chance in the choice of test images (±{error:.1f})"
+        if abs(points) > error:
+            where = "above" if points > 0 else "below"
+            outcome = f"InLine is {abs(points):.1f} points {where} {name}, more than {chance}"
+        else:
+            outcome = f"InLine and {name} differ by {abs(points):.1f} points, not more than {chance}"
+        ratio = inline.quartiles.median / other.quartiles.median
+        cost = f"InLine's training step takes {ratio:.2f} times as long"
+        if inline.parameters != other.parameters:
+            cost += f", and it has {inline.parameters / other.parameters:.2f} times as many parameters"
+        sentences.append(f"{outcome}; {cost}.")
     sentences.append("This is one seed on one small data set: small differences may change with another seed.")
     return " ".join(sentences)
 
@@ -268,12 +267,7 @@ def classes_section(models: Models, classes: Sequence[str]) -> Section:
 
 
 def settings_section(settings: Mapping[str, Any], training_images: int) -> Section:
-    """Report the settings of the training.
-
-    Args:
-        settings: Configurations as JSON values, by attention.
-        training_images: Number of training images.
-    """
+    """Report the settings of the training: configurations as JSON values, by attention."""
     first = next(iter(settings.values()))
     steps, batch_size = first["schedule"]["steps"], first["data"]["batch_size"]
     options = [f"{name} {value}" for name, value in first["model"]["kwargs"].items() if name != "attention"]

@@ -60,17 +60,16 @@ class Ended(NamedTuple):
 def read_outcome(folder: Path) -> Outcome | None:
     """Return the outcome of the run in a folder; None if it is not finished."""
     times = read_json(folder / TIME) if (folder / TIME).exists() else {}
-    seconds, cpu_seconds = times.get("seconds"), times.get("cpu_seconds")
     if (folder / RESULTS).exists():
         metrics = read_json(folder / RESULTS)["metrics"]
-        return Outcome(metrics["top1"], metrics["loss"], seconds=seconds, cpu_seconds=cpu_seconds)
+        return Outcome(metrics["top1"], metrics["loss"], **times)
     if not (folder / DIVERGED).exists():
         return None
     reports = sorted(folder.glob("diverged-step-*/report.json"))
     if not reports:
         raise ValueError(f"{folder / DIVERGED} exists without the report of its step: remove it to train the run again")
     report = read_json(reports[0])
-    return Outcome(diverged_step=report["step"], diverged_what=report["what"], seconds=seconds, cpu_seconds=cpu_seconds)
+    return Outcome(diverged_step=report["step"], diverged_what=report["what"], **times)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -34,9 +34,9 @@ def run_studies(
     configs = {run.name: cell_config(run.cell, seed=run.seed, steps=steps, **places) for run in runs}
     check_folder(folder, configs, steps)
     outcomes = {run.name: read_outcome(folder / run.name) for run in runs}
-    missing = [run for run in runs if outcomes[run.name] is None]
+    missing = {name: configs[name] for name, outcome in outcomes.items() if outcome is None}
     if missing and (data is not None or len(missing) == len(runs)):
-        check_data(data, configs[missing[0].name])
+        check_data(data, next(iter(missing.values())))
     make_output_dir(folder)
 
     def record() -> Record:
@@ -47,24 +47,26 @@ def run_studies(
 
     with ProgressTable(runs, outcomes) as progress:
 
-        def update(place: int, ended: Ended | None) -> None:
-            run = missing[place]
-            finished = ended is not None and ended.how == "finished"
-            progress.update(run, ended, read_outcome(folder / run.name) if finished else None)
-            if finished:
+        def update(name: str, ended: Ended | None) -> None:
+            outcome = read_outcome(folder / name) if ended and ended.how == "finished" else None
+            progress.update(name, ended, outcome)
+            if outcome is not None:
                 record()
 
         if data is not None:
-            Workers([configs[run.name] for run in missing], jobs, update).run()
+            Workers(missing, jobs, update).run()
     final = record()
-    show(studies, final)
+    console = wide_console(Console())
+    for name in studies:
+        console.print(rich_table(cells_table(name, final)))
+        if STUDIES[name].claims:
+            console.print(rich_table(claims_table(STUDIES[name], final)))
     return progress.conclude(final, folder / RECORD)
 
 
 def check_folder(folder: Path, configs: Mapping[str, ClassificationConfig], steps: int) -> None:
     """Raise a ValueError if runs in a folder have other settings."""
-    found = [run for cell in cells_of(STUDIES.values()) for run in found_runs(folder, cell)]
-    for run in found:
+    for run in [run for cell in cells_of(STUDIES.values()) for run in found_runs(folder, cell)]:
         file = folder / run.name / "config.yaml"
         if not file.exists():
             # Its training had not started.
@@ -87,95 +89,67 @@ def check_data(data: str | None, config: ClassificationConfig) -> None:
 
 
 class ProgressTable:
-    """The progress of all runs: a live table on a terminal, or one line per run elsewhere.
-
-    Args:
-        runs: All runs.
-        outcomes: Outcomes by name; None = not finished.
-    """
+    """The progress of all runs: a live table on a terminal, or one line per run elsewhere."""
 
     def __init__(self, runs: Sequence[Run], outcomes: Mapping[str, Outcome | None]) -> None:
         self.runs = runs
+        # What the table shows of each run.
         self.words = {name: outcome.words if outcome else "" for name, outcome in outcomes.items()}
-        self.finished = {name for name, outcome in outcomes.items() if outcome}
-        self.failed: dict[str, str] = {}
-        self.elsewhere: list[str] = []
+        self.finished = sum(outcome is not None for outcome in outcomes.values())
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.table, transient=True)
 
     def __enter__(self) -> "ProgressTable":
-        self.console.print(f"{len(self.finished)} of {len(self.runs)} runs are finished")
-        if self.console.is_terminal and len(self.finished) < len(self.runs):
+        self.console.print(f"{self.finished} of {len(self.runs)} runs are finished")
+        if self.console.is_terminal and self.finished < len(self.runs):
             self.live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def update(self, run: Run, ended: Ended | None, outcome: Outcome | None) -> None:
+    def update(self, name: str, ended: Ended | None, outcome: Outcome | None) -> None:
         """Show that a run has started (None), or has ended with an outcome or without."""
-        if ended is None:
-            self.words[run.name] = "training"
-        elif outcome is not None:
-            self.finished.add(run.name)
-            self.words[run.name] = outcome.words
+        if outcome is not None:
+            self.finished += 1
+            self.words[name] = outcome.words
             accuracy = "top-1 " if outcome.top1 is not None else ""
             minutes = "" if outcome.seconds is None else f", {outcome.seconds / 60:.1f} minutes"
-            self.print(f"{len(self.finished)} of {len(self.runs)}  {run.name}: {accuracy}{outcome.words}{minutes}")
-        elif ended.how == "failed":
-            self.failed[run.name] = ended.error
-            self.words[run.name] = "failed"
-            self.print(f"{run.name} failed: {ended.error}")
+            if not self.live.is_started:
+                line = f"{self.finished} of {len(self.runs)}  {name}: {accuracy}{outcome.words}{minutes}"
+                self.console.print(line, markup=False)
         else:
-            self.elsewhere.append(run.name)
-            self.words[run.name] = "elsewhere"
+            self.words[name] = "training" if ended is None else ended.how
+            if ended is not None and ended.how == "failed":
+                self.console.print(f"{name} failed: {ended.error}", markup=False)
         if self.live.is_started:
             self.live.refresh()
-
-    def print(self, line: str) -> None:
-        """Print a line where there is no live table, or if it reports a failure."""
-        if not self.live.is_started or "failed" in line:
-            self.console.print(line, markup=False)
 
     def table(self) -> Table:
         """Return one row per cell and one column per seed."""
         seeds = sorted({run.seed for run in self.runs})
-        running = sum(word == "training" for word in self.words.values())
+        running = list(self.words.values()).count("training")
         table = Table(
             "",
             *(f"seed {seed}" for seed in seeds),
             box=box.SIMPLE_HEAD,
-            caption=f"top-1 %; {len(self.finished)} of {len(self.runs)} runs finished, {running} running",
+            caption=f"top-1 %; {self.finished} of {len(self.runs)} runs finished, {running} running",
         )
         for cell in dict.fromkeys(run.cell for run in self.runs):
             table.add_row(cell.label, *(self.words.get(Run(cell, seed).name, "") for seed in seeds))
         return table
 
     def conclude(self, record: Record, file: Path) -> int:
-        """Print what is finished and what is missing, and return the exit code.
-
-        Args:
-            record: The results, with those of other processes.
-            file: The file of the results.
-        """
+        """Print what is finished in a record and what is missing, and return the exit code."""
         missing = [run.name for run in self.runs if run.seed not in record.cells[run.cell.key].runs]
         self.console.print(f"{len(self.runs) - len(missing)} of {len(self.runs)} runs are finished: {file}")
-        elsewhere = [name for name in missing if name in self.elsewhere]
-        untried = [name for name in missing if name not in self.elsewhere and name not in self.failed]
+        failed = [name for name, word in self.words.items() if word == "failed"]
+        elsewhere = [name for name in missing if self.words[name] == "elsewhere"]
+        untried = [name for name in missing if not self.words[name]]
         if untried:
             self.console.print(f"{len(untried)} are not trained without --data")
         if elsewhere:
             self.console.print(f"{len(elsewhere)} are being trained by another process: {', '.join(elsewhere)}")
-        if self.failed:
-            self.console.print(f"{len(self.failed)} failed: {', '.join(self.failed)}")
-        return 1 if self.failed else 0
-
-
-def show(studies: Sequence[str], record: Record) -> None:
-    """Print the tables of studies."""
-    console = wide_console(Console())
-    for name in studies:
-        study = STUDIES[name]
-        console.print(rich_table(cells_table(name, record)))
-        if study.claims:
-            console.print(rich_table(claims_table(study, record)))
+        if failed:
+            self.console.print(f"{len(failed)} failed: {', '.join(failed)}")
+        return 1 if failed else 0

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -12,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...benchmark.machine import pinned_threads
-from ...engine.config import config_from_dict
+from ...models.catalog import count_parameters
+from ...recipes import load_recipe, merge
 from ...report import environment
 from ...tasks.classification.model import build_model
 from ...utils.atomic import atomic_write_json
 from .cells import Outcome, read_outcome
-from .studies import STUDIES, Cell, Claim, Run, Study, cell_config, cells_of
+from .studies import STUDIES, Cell, Claim, Run, cell_config, cells_of
 
 # Differences beyond this many standard errors are significant.
 STANDARD_ERRORS = 2
@@ -30,27 +30,27 @@ class CellRecord:
     Attributes:
         options: Arguments of its model.
         parameters: Number of parameters; None before the first run.
-        runs: Outcomes of finished runs by seed.
+        runs: Outcomes of finished runs by seed, in the order of the seeds.
     """
 
     options: dict[str, Any]
     parameters: int | None = None
     runs: dict[int, Outcome] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def top1(self) -> list[float]:
         """Accuracies of the runs that did not diverge, by seed."""
-        return [run.top1 for _, run in sorted(self.runs.items()) if run.top1 is not None]
+        return [run.top1 for run in self.runs.values() if run.top1 is not None]
 
     @property
     def diverged(self) -> list[int]:
         """The steps in which runs diverged, by seed."""
-        return [run.diverged_step for _, run in sorted(self.runs.items()) if run.diverged_step is not None]
+        return [run.diverged_step for run in self.runs.values() if run.diverged_step is not None]
 
     @property
-    def squared_error(self) -> float:
-        """The square of the standard error of the mean accuracy."""
-        return stdev(self.top1) ** 2 / len(self.top1)
+    def standard_error(self) -> float:
+        """The standard error of the mean accuracy."""
+        return stdev(self.top1) / math.sqrt(len(self.top1))
 
     @property
     def minutes(self) -> float | None:
@@ -64,7 +64,7 @@ class Record:
     """The results of studies.
 
     Attributes:
-        settings: Steps and images of a run, seeds by study, parallel runs.
+        settings: Steps and batch size of a run, runs per cell by study, parallel runs.
         cells: By key; each once, although several studies may have it.
         facts: See report.environment().
     """
@@ -93,35 +93,27 @@ def read_record(path: Path) -> Record:
     content = json.loads(path.read_text())
     cells = {}
     for key, cell in content.pop("cells").items():
-        runs = {int(seed): config_from_dict(Outcome, run) for seed, run in cell["runs"].items()}
+        runs = {int(seed): Outcome(**run) for seed, run in cell["runs"].items()}
         cells[key] = CellRecord(cell["options"], cell["parameters"], runs)
     del content["studies"]
     return Record(content.pop("settings"), cells, content)
 
 
 def gather(output: Path, *, seeds: Mapping[str, int], steps: int, jobs: int) -> Record:
-    """Return the record of all runs in a folder.
-
-    Args:
-        output: The folder.
-        seeds: Runs per cell, by study.
-        steps: Training steps of each run.
-        jobs: Parallel runs.
-    """
+    """Return the record of all runs in a folder; the other arguments are settings."""
     cells = {}
     for cell in cells_of(STUDIES.values()):
-        config = cell_config(cell, steps=steps)
-        record = cells[cell.key] = CellRecord(config.model.kwargs)
+        recipe = load_recipe(cell.recipe, "classification")
+        record = cells[cell.key] = CellRecord(merge(recipe["model"]["kwargs"], cell.kwargs))
         for run in found_runs(output, cell):
-            outcome = read_outcome(output / run.name)
-            if outcome is not None:
+            if (outcome := read_outcome(output / run.name)) is not None:
                 record.runs[run.seed] = outcome
                 classes = len(json.loads((output / run.name / "classes.json").read_text()))
         if record.runs:
             with torch.device("meta"):
-                model = build_model(config.model, classes)
-            record.parameters = sum(parameter.numel() for parameter in model.parameters())
-    settings = {"steps": steps, "batch_size": config.data.batch_size, "jobs": jobs, "seeds": dict(seeds)}
+                model = build_model(cell_config(cell).model, classes)
+            record.parameters = count_parameters(model)
+    settings = {"steps": steps, "batch_size": recipe["data"]["batch_size"], "jobs": jobs, "seeds": dict(seeds)}
     with pinned_threads(1):
         return Record(settings, cells)
 
@@ -148,34 +140,17 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-# The verdict on a claim of several pairs is the first of these.
-WORST_FIRST = ("does not hold", "unknown", "both diverged", "within noise", "holds")
-
-
-def judge(claim: Claim, record: Record, study: Study) -> list[Verdict]:
-    """Return one verdict per pair of a claim; that on the claim itself is worst()."""
-    labels = {cell.key: cell.label for cell in study.cells}
-    return [
-        judge_pair(record.cells[better], record.cells[worse], labels[better], labels[worse])
-        for better, worse in claim.pairs
-    ]
-
-
-def worst(verdicts: list[Verdict]) -> str:
-    """Return the word for several pairs together."""
-    return min((verdict.word for verdict in verdicts), key=WORST_FIRST.index)
-
-
-def judge_pair(better: CellRecord, worse: CellRecord, better_label: str, worse_label: str) -> Verdict:
-    """Return whether one cell is better than another."""
+def judge(claim: Claim, cells: Mapping[str, CellRecord]) -> Verdict:
+    """Return whether a claim holds."""
+    better, worse = cells[claim.better.key], cells[claim.worse.key]
     if not better.runs or not worse.runs:
         return Verdict("unknown", reason="runs are missing")
     if better.diverged or worse.diverged:
         shares = [len(cell.diverged) / len(cell.runs) for cell in (better, worse)]
         reason = " and ".join(
-            f"{label} diverged in {len(cell.diverged)} of {len(cell.runs)}"
-            for cell, label in ((better, better_label), (worse, worse_label))
-            if cell.diverged
+            f"{cell.label} diverged in {len(found.diverged)} of {len(found.runs)}"
+            for cell, found in ((claim.better, better), (claim.worse, worse))
+            if found.diverged
         )
         is_same = shares[0] == shares[1]
         word = "both diverged" if is_same else "holds" if shares[0] < shares[1] else "does not hold"
@@ -183,6 +158,6 @@ def judge_pair(better: CellRecord, worse: CellRecord, better_label: str, worse_l
     difference = mean(better.top1) - mean(worse.top1)
     if min(len(better.top1), len(worse.top1)) < 2:
         return Verdict("unknown", difference, reason="one seed has no spread")
-    noise = STANDARD_ERRORS * math.sqrt(better.squared_error + worse.squared_error)
+    noise = STANDARD_ERRORS * math.hypot(better.standard_error, worse.standard_error)
     word = "holds" if difference > noise else "does not hold" if difference < -noise else "within noise"
     return Verdict(word, difference, noise)

@@ -1,7 +1,7 @@
 """The paper's ablations: the models of each study, and what the paper expects of them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...engine.config import config_from_dict
@@ -10,28 +10,7 @@ from ...tasks.classification.config import ClassificationConfig
 
 # Training steps of 64 images.
 STEPS = 1000
-
-
-@dataclass(frozen=True)
-class Model:
-    """The transformer that all cells of a study share.
-
-    Attributes:
-        patch_size: Side length of a patch; images have 32 × 32 pixels.
-        embed_dim: Channels.
-        depth: Blocks.
-        num_heads: Heads.
-    """
-
-    patch_size: int
-    embed_dim: int
-    depth: int
-    num_heads: int
-
-
-# 8 × 8 tokens, and 16 × 16 tokens of fewer channels.
-COARSE = Model(patch_size=4, embed_dim=48, depth=4, num_heads=3)
-FINE = Model(patch_size=2, embed_dim=32, depth=4, num_heads=2)
+DATA, OUTPUT = "path/to/cifar10", "runs/reproduce"
 
 
 @dataclass(frozen=True)
@@ -41,58 +20,38 @@ class Cell:
     Attributes:
         key: Its name in folders; equal cells of several studies have the same key.
         label: Its name in tables.
-        options: Its own arguments of the model.
-        model: The transformer.
+        kwargs: Arguments of the model that replace those of the recipe.
+        recipe: "reproduce", with 8 × 8 tokens, or "reproduce_16x16", with 16 × 16 tokens of fewer channels.
     """
 
     key: str
     label: str
-    options: dict[str, Any] = field(hash=False)
-    model: Model = COARSE
+    kwargs: dict[str, Any] = field(hash=False)
+    recipe: str = "reproduce"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """An expectation of the paper: some cells have a higher accuracy than others.
-
-    Attributes:
-        text: In words.
-        pairs: (key of the better, key of the worse).
-    """
+class Claim(NamedTuple):
+    """An expectation of the paper: one cell has a higher accuracy than another."""
 
     text: str
-    pairs: tuple[tuple[str, str], ...]
+    better: Cell
+    worse: Cell
 
 
 @dataclass(frozen=True)
 class Study:
-    """An ablation.
-
-    Attributes:
-        title: Its heading.
-        question: Its question.
-        cells: Its rows.
-        claims: What the paper expects.
-        seeds: Runs per cell.
-    """
+    """An ablation: cells, what the paper expects of them, and the number of runs per cell."""
 
     title: str
     question: str
     cells: tuple[Cell, ...]
-    claims: tuple[Claim, ...]
+    claims: tuple[Claim, ...] = ()
     seeds: int = 3
 
 
-def attention_cell(
-    key: str, label: str, attention: str, *, model: Model = COARSE, window_size: int | None = None, **own: Any
-) -> Cell:
+def attention_cell(key: str, label: str, attention: str, **attn_kwargs: Any) -> Cell:
     """Return a cell with an attention and its options."""
-    options: dict[str, Any] = {"attention": attention}
-    if own:
-        options["attn_kwargs"] = own
-    if window_size is not None:
-        options["window_size"] = window_size
-    return Cell(key, label, options, model)
+    return Cell(key, label, {"attention": attention, **({"attn_kwargs": attn_kwargs} if attn_kwargs else {})})
 
 
 MAPS = {"relu": "ReLU", "relu_affine": "ReLU(A·+b)", "leaky_relu": "LeakyReLU", "identity": "identity", "exp": "exp"}
@@ -106,23 +65,20 @@ PLAIN_INLINE = {
 INLINE = {phi: attention_cell(f"inline-{phi}", f"InLine, {MAPS[phi]}", "inline", feature_map=phi) for phi in MAPS}
 SOFTMAX = attention_cell("softmax", "softmax", "softmax")
 UNIT_SOFTMAX = attention_cell("softmax-unit", "softmax, queries of unit length", "softmax", unit_queries=True)
-BASELINES = {
-    word: attention_cell(word, word, word) for word in ("hydra", "efficient", "angular", "enhanced", "focused")
-}
+BASELINES = [attention_cell(word, word, word) for word in ("hydra", "efficient", "angular", "enhanced", "focused")]
 WINDOWS = (2, 4, 8, 16)
 WINDOWED = {
-    (width, residual): attention_cell(
+    (width, residual): Cell(
         f"window-{width}" if residual else f"window-{width}-plain",
         f"window {width} × {width}, {'with' if residual else 'without'} residual",
-        "inline",
-        model=FINE,
-        window_size=width,
-        local_residual=residual,
+        {"attention": "inline", "attn_kwargs": {"local_residual": residual}, "window_size": width},
+        "reproduce_16x16",
     )
     for residual in (False, True)
     for width in WINDOWS
 }
 ABLATED_MAPS = ("relu", "relu_affine", "leaky_relu", "identity")
+OTHERS = (SOFTMAX, LINEAR["relu"], *BASELINES)
 
 STUDIES = {
     "injectivity": Study(
@@ -130,16 +86,13 @@ STUDIES = {
         "Linear and InLine attention differ in one thing here: weights are normalised by division, which loses the "
         "length of a query, or by subtraction, which keeps it.",
         (*(LINEAR[phi] for phi in ABLATED_MAPS), *(PLAIN_INLINE[phi] for phi in ABLATED_MAPS)),
-        tuple(
-            Claim(f"InLine above linear with {MAPS[phi]}", ((PLAIN_INLINE[phi].key, LINEAR[phi].key),))
-            for phi in ABLATED_MAPS
-        ),
+        tuple(Claim(f"InLine above linear with {MAPS[phi]}", PLAIN_INLINE[phi], LINEAR[phi]) for phi in ABLATED_MAPS),
     ),
     "softmax": Study(
         "Injectivity: softmax with unit-length queries",
         "If injectivity matters, softmax should be worse with queries that pass a map that is not injective.",
         (SOFTMAX, UNIT_SOFTMAX),
-        (Claim("plain softmax above softmax of unit queries", ((SOFTMAX.key, UNIT_SOFTMAX.key),)),),
+        (Claim("plain softmax above softmax of unit queries", SOFTMAX, UNIT_SOFTMAX),),
     ),
     "locality": Study(
         "Locality: window size and the local residual",
@@ -148,16 +101,10 @@ STUDIES = {
         tuple(WINDOWED.values()),
         (
             *(
-                Claim(
-                    f"with residual above without at window {width}",
-                    ((WINDOWED[width, True].key, WINDOWED[width, False].key),),
-                )
+                Claim(f"with residual above without at window {width}", WINDOWED[width, True], WINDOWED[width, False])
                 for width in WINDOWS
             ),
-            Claim(
-                "with residual, the whole map above the smallest window",
-                ((WINDOWED[16, True].key, WINDOWED[2, True].key),),
-            ),
+            Claim("with residual, the whole map above the smallest window", WINDOWED[16, True], WINDOWED[2, True]),
         ),
         seeds=2,
     ),
@@ -165,17 +112,13 @@ STUDIES = {
         "Feature maps of InLine attention",
         "InLine attention with the local residual under four maps φ of queries and keys.",
         tuple(INLINE[phi] for phi in ("identity", "relu", "leaky_relu", "exp")),
-        (),
         seeds=2,
     ),
     "baselines": Study(
         "All attentions with the same budget",
         "Every attention that this library has, in the same transformer.",
-        (SOFTMAX, LINEAR["relu"], *BASELINES.values(), INLINE["identity"]),
-        tuple(
-            Claim(f"InLine above {cell.label}", ((INLINE["identity"].key, cell.key),))
-            for cell in (SOFTMAX, LINEAR["relu"], *BASELINES.values())
-        ),
+        (*OTHERS, INLINE["identity"]),
+        tuple(Claim(f"InLine above {cell.label}", INLINE["identity"], cell) for cell in OTHERS),
     ),
 }
 
@@ -198,26 +141,21 @@ def cells_of(studies: Iterable[Study]) -> list[Cell]:
 
 
 def plan(seeds: Mapping[str, int]) -> list[Run]:
-    """Return the runs of some studies, each once: the first seed of all cells, then the second, …
-
-    Args:
-        seeds: Runs per cell, by study.
-    """
-    studies = {name: STUDIES[name] for name in seeds}
+    """Return the runs of studies, given their runs per cell, each once: the first seed of all cells, the second, …."""
     runs = (
         Run(cell, seed)
         for seed in range(max(seeds.values(), default=0))
-        for name, study in studies.items()
-        for cell in study.cells
-        if seed < seeds[name]
+        for name, count in seeds.items()
+        for cell in STUDIES[name].cells
+        if seed < count
     )
     return list({run.name: run for run in runs}.values())
 
 
 def cell_config(
-    cell: Cell, *, seed: int = 0, data: str = "path/to/cifar10", output: str = "runs/reproduce", steps: int = STEPS
+    cell: Cell, *, seed: int = 0, data: str = DATA, output: str = OUTPUT, steps: int = STEPS
 ) -> ClassificationConfig:
-    """Return the recipe "reproduce" for one cell; cells of one model differ in the options of the model only.
+    """Return the recipe of a cell; cells of one recipe differ in the arguments of the model only.
 
     Args:
         cell: The cell.
@@ -228,7 +166,7 @@ def cell_config(
     """
     changes = {
         "data": {"path": data},
-        "model": {"kwargs": asdict(cell.model) | cell.options},
+        "model": {"kwargs": cell.kwargs},
         "schedule": {"steps": steps, "warmup": steps // 10},
         "run": {
             "output": f"{output}/{Run(cell, seed).name}",
@@ -237,4 +175,4 @@ def cell_config(
             "log_every": max(1, steps // 10),
         },
     }
-    return config_from_dict(ClassificationConfig, merge(load_recipe("reproduce", "classification"), changes))
+    return config_from_dict(ClassificationConfig, merge(load_recipe(cell.recipe, "classification"), changes))

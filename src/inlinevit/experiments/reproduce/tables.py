@@ -4,14 +4,10 @@ import json
 import shlex
 from statistics import mean, stdev
 
+from ...recipes import load_recipe
 from ...report import Table, markdown_table, replace_between
-from .record import CellRecord, Record, judge, worst
-from .studies import COARSE, FINE, SOFTMAX, STUDIES, WINDOWED, Cell, Study, cell_config, plan
-
-DATA = "path/to/cifar10"
-# Recipes by model, and the cell that each of them trains.
-RECIPES = {COARSE: "reproduce", FINE: "reproduce_16x16"}
-RECIPE_CELLS = {COARSE: SOFTMAX, FINE: WINDOWED[16, True]}
+from .record import CellRecord, Record, judge
+from .studies import DATA, OUTPUT, STUDIES, Cell, Run, Study, plan
 
 
 def cells_table(name: str, record: Record) -> Table:
@@ -49,54 +45,44 @@ def claims_table(study: Study, record: Record) -> Table:
     """Return what the paper expects, and whether it holds here."""
     rows = []
     for claim in study.claims:
-        verdicts = judge(claim, record, study)
-        rows.append(
-            (
-                claim.text,
-                ", ".join("–" if one.difference is None else f"{one.difference:+.2f}" for one in verdicts),
-                ", ".join("–" if one.noise is None else f"{one.noise:.2f}" for one in verdicts),
-                "; ".join(dict.fromkeys([worst(verdicts), *(one.reason for one in verdicts if one.reason)])),
-            )
-        )
+        word, difference, noise, reason = judge(claim, record.cells)
+        shown = "–" if difference is None else f"{difference:+.2f}"
+        spread = "–" if noise is None else f"{noise:.2f}"
+        rows.append((claim.text, shown, spread, f"{word}; {reason}" if reason else word))
     return Table(("the paper expects", "difference", "two standard errors", "here"), rows, "Claims")
 
 
 def train_command(cell: Cell, seed: int = 0) -> str:
     """Return the `inlinevit train` command of one run."""
-    given = RECIPE_CELLS[cell.model].options
-    words = ["inlinevit", "train", "--config", RECIPES[cell.model], "--data.path", DATA]
-    for name, value in cell.options.items():
+    given = load_recipe(cell.recipe, "classification")["model"]["kwargs"]
+    words = ["inlinevit", "train", "--config", cell.recipe, "--data.path", DATA]
+    for name, value in cell.kwargs.items():
         if given.get(name) != value:
             words += [f"--model.kwargs.{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    config = cell_config(cell, seed=seed)
-    return shlex.join([*words, "--run.seed", str(seed), "--run.output", config.run.output])
+    return shlex.join([*words, "--run.seed", str(seed), "--run.output", f"{OUTPUT}/{Run(cell, seed).name}"])
 
 
 def study_markdown(name: str, record: Record) -> str:
     """Return a study in Markdown: question, command, tables, and the command of each row."""
     study = STUDIES[name]
+    commands = "\n".join(train_command(cell) for cell in study.cells)
     parts = [
         study.question,
         f"```sh\ninlinevit reproduce {name} --data {DATA}\n```",
         markdown_table(cells_table(name, record)),
+        *([markdown_table(claims_table(study, record))] if study.claims else []),
+        f"<details><summary>Commands of the rows, with seed 0</summary>\n\n```sh\n{commands}\n```\n\n</details>",
     ]
-    if study.claims:
-        parts.append(markdown_table(claims_table(study, record)))
-    commands = "\n".join(train_command(cell) for cell in study.cells)
-    parts.append(
-        f"<details><summary>Commands of the rows, with seed 0</summary>\n\n```sh\n{commands}\n```\n\n</details>"
-    )
     return "\n\n".join(parts) + "\n"
 
 
 def summary_markdown(record: Record) -> str:
     """Return runs, time and machine in Markdown."""
     settings, machine, versions = record.settings, record.facts["machine"], record.facts["versions"]
-    planned = plan(settings["seeds"])
     finished = [run for cell in record.cells.values() for run in cell.runs.values()]
-    diverged = sum(run.diverged_step is not None for run in finished)
+    planned, diverged = len(plan(settings["seeds"])), sum(run.diverged_step is not None for run in finished)
     return (
-        f"{len(finished)} runs of {len(planned)} are finished, and {diverged} of them diverged. A run has "
+        f"{len(finished)} runs of {planned} are finished, and {diverged} of them diverged. A run has "
         f"{settings['steps']:,} steps of {settings['batch_size']} images. Together they took {record.core_hours:.1f} "
         f"core-hours of processor time, {settings['jobs']} in parallel with {machine['threads']} thread each, on "
         f"{machine['cores']} cores ({machine['system']}), with torch {versions['torch']}, timm {versions['timm']} and "
