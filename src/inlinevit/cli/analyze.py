@@ -35,20 +35,16 @@ def analyze(
         untrained: Use random weights. Names may have options then, such as inline_deit_tiny:attention=linear.
         output: Folder for analysis.html, analysis.json and figures/.
     """
-    from ..analysis.analyze import analyze_command
+    from ..analysis.analyze import Effort, analyze_command
 
     analyze_command(
         models,
-        data,
-        images,
-        confusion_images,
-        checkpoint,
-        img_size,
-        batch_size,
-        epsilon,
-        delta,
-        untrained,
-        output,
+        Effort(images, confusion_images, batch_size, epsilon, delta),
+        data=data,
+        checkpoint=checkpoint,
+        img_size=img_size,
+        untrained=untrained,
+        output=output,
     )
 
 
