@@ -53,9 +53,9 @@ def confusion_figure(found: Mapping[str, Confusion], styles: Styles) -> Figure:
     axes = right.subplots()
     for number, (name, one) in enumerate(found.items()):
         # Shifted, because many values are 0.
-        places = np.arange(1, len(one.layers) + 1) + 0.5 * (number + 0.5) / len(found) - 0.25
+        shifted = np.arange(1, len(one.layers) + 1) + 0.5 * (number + 0.5) / len(found) - 0.25
         values = [100 * layer.fraction for layer in one.layers]
-        axes.plot(places, values, **styles[name].line, clip_on=False)
+        axes.plot(shifted, values, **styles[name].line, clip_on=False)
     percent_axis(axes, [100 * layer.fraction for one in found.values() for layer in one.layers])
     axes.set_ylabel("confused pairs of queries, %")
     layer_axis(axes)

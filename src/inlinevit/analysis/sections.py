@@ -230,7 +230,9 @@ def masking_section(analyses: Sequence[Analysis], styles: Styles) -> Section:
     headings = {(side, hidden): f"{side}×{side} {words}" for side in sides for hidden, words in HIDDEN.items()}
     rows = []
     for name, one in found.items():
-        cells = {(masked.side, masked.hidden): f"{masked.top1:.1f}" for masked in one.masked}
+        cells: dict[tuple[int, str], str] = {
+            (masked.side, masked.hidden): f"{masked.top1:.1f}" for masked in one.masked
+        }
         rows.append((name, str(one.images), f"{one.top1:.1f}", *(cells.get(way, MISSING) for way in headings)))
     return make_section(
         key,
