@@ -24,13 +24,14 @@ from inlinevit.analysis.analyze import (
 )
 from inlinevit.engine.trainer import Trainer
 from inlinevit.experiments.demo import demo_config
-from inlinevit.report import Report
+from inlinevit.report import Report, blocks
 from inlinevit.tasks.classification.sources import ArraySource, embedded_fashion_mnist
 from inlinevit.tasks.classification.task import Classification
 from inlinevit.tasks.classification.transforms import InputSpec
 
 TINY = "inline_deit_tiny:depth=2,embed_dim=16,num_heads=2,patch_size=8"
 QUIET = Console(quiet=True)
+EFFORT = Effort(images=4, confusion_images=2, batch_size=3)
 GREY = InputSpec(size=28, mean=(0.5,), std=(0.5,), interpolation="bicubic", crop_pct=1.0, crop_mode="center")
 
 
@@ -39,6 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training run of one step."""
     folder = tmp_path_factory.mktemp("analysis") / "tiny"
     config = demo_config("inline", output=str(folder), steps=1)
+    config.model.kwargs.update(embed_dim=16, num_heads=2)
     Trainer(Classification(config), config).run()
     return folder
 
@@ -73,13 +75,13 @@ def test_a_trained_model_is_analyzed(run, tmp_path, capfd):
 def no_figures(monkeypatch):
     """Do not write figures, which takes a while."""
     monkeypatch.setattr(Report, "save_figures", lambda report, folder: None)
+    monkeypatch.setattr(blocks, "svg_bytes", lambda figure: b"")
 
 
 @pytest.mark.usefixtures("no_figures")
 def test_untrained_models_stand_side_by_side_with_a_warning(tmp_path, capfd):
     models = [f"{TINY},attention={word}" for word in ("linear", "inline")]
-    options = {"data": "embedded", "images": 2, "confusion_images": 2, "img_size": 32}
-    path = analyze_command(models, **options, untrained=True, output=str(tmp_path))
+    path = analyze_command(models, EFFORT, data="embedded", img_size=32, untrained=True, output=str(tmp_path))
     page = path.read_text()
     assert "The weights are random" in page
     assert "warning: The weights are random" in capfd.readouterr().err
@@ -97,9 +99,6 @@ def subject(**options) -> Subject:
     return Subject(
         **{"label": "tiny", "attention": "inline", "model": model.eval(), "spec": GREY, "num_classes": 10} | options
     )
-
-
-EFFORT = Effort(images=4, confusion_images=2, batch_size=3)
 
 
 def test_masking_needs_classes_that_match():
@@ -142,7 +141,7 @@ def test_a_model_for_other_classes_is_analyzed_without_masking(run, tmp_path):
         for number in range(2):
             pixels = generator.integers(0, 256, (30, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "val" / kind / f"{number}.png")
-    path = analyze_command([str(run)], data=str(tmp_path), images=3, confusion_images=1, output=str(tmp_path / "out"))
+    path = analyze_command([str(run)], EFFORT, data=str(tmp_path), output=str(tmp_path / "out"))
     assert "InLine is left out: its 10 classes are not those of the images (2)." in path.read_text()
     assert len(read(tmp_path / "out")["locality"]["models"]["InLine"]) == 3
 
@@ -158,7 +157,7 @@ def test_the_images_are_those_that_are_named(data, images, run, tmp_path):
     copied = shutil.copytree(run, tmp_path / "run")
     config = (copied / "config.yaml").read_text()
     (copied / "config.yaml").write_text(config.replace("path: embedded", f"path: {tmp_path / 'images'}"))
-    analyze_command([str(copied)], data=data, images=5, confusion_images=1, output=str(tmp_path / "out"))
+    analyze_command([str(copied)], Effort(images=5, confusion_images=1), data=data, output=str(tmp_path / "out"))
     sections = read(tmp_path / "out")
     assert sections["models"]["data"] == (data or str(tmp_path / "images"))
     assert sections["masking"]["models"]["InLine"]["images"] == images
@@ -208,20 +207,16 @@ def test_random_weights_are_the_same_each_time_and_leave_the_generator_alone():
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"images": 0}, "images is 0: it should be at least 1"),
-        ({"epsilon": -1.0}, "epsilon is -1.0: it should not be negative"),
-        ({"untrained": True, "checkpoint": "x"}, "choose one of them"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_is_written(options, sentence, tmp_path):
-    with pytest.raises(ValueError, match=sentence):
-        analyze_command([TINY], **options, output=str(tmp_path / "new"))
+def test_mistakes_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="images is 0: it should be at least 1"):
+        Effort(images=0)
+    with pytest.raises(ValueError, match=r"epsilon is -1.0: it should be at least 0"):
+        Effort(epsilon=-1.0)
+    with pytest.raises(ValueError, match="choose one of them"):
+        analyze_command([TINY], EFFORT, untrained=True, checkpoint="x", output=str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
 def test_a_model_without_attention_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no attention that can be inspected"):
-        analyze_command(["resnet10t"], untrained=True, images=1, img_size=64, output=str(tmp_path))
+        analyze_command(["resnet10t"], EFFORT, untrained=True, img_size=64, output=str(tmp_path))

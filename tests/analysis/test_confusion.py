@@ -90,6 +90,6 @@ def test_a_model_is_gone_through_layer_by_layer():
     found = measure_confusion(model, [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 32, 32)], epsilon=2.0)
     assert [layer.layer for layer in found.layers] == [f"stages.0.blocks.{i}.attn" for i in range(2)]
     # Rows are never farther apart than twice the longer: all pairs are confused.
-    assert all(layer.confused == layer.pairs and layer.share == 1 for layer in found.layers)
+    assert all(layer.confused == layer.pairs and layer.fraction == 1 for layer in found.layers)
     assert len(found.per_image) == 3
     assert found.per_image[0] == sum(layer.pairs[0] for layer in found.layers) <= 2 * 2 * 17 * 16 // 2

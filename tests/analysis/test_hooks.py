@@ -40,13 +40,14 @@ OURS = {
         {"embed_dims": (16, 32), "depths": (1, 1), "num_heads": (1, 2), "mlp_ratios": (2, 2), "sr_ratios": (2, 1)},
     ),
 }
+SMALL_VIT = {"depth": 2, "embed_dim": 48, "num_heads": 3}
+SMALL_SWIN = {"depths": (2, 2), "embed_dim": 24, "num_heads": (2, 4)}
 TIMM = {
-    "deit_tiny": ("deit_tiny_patch16_224", {}, (224, 224)),
-    "deit_distilled": ("deit_tiny_distilled_patch16_224", {"depth": 2}, (224, 224)),
-    "swin_tiny": ("swin_tiny_patch4_window7_224", {}, (224, 224)),
-    "padded swin": ("swin_tiny_patch4_window7_224", {"img_size": (120, 200), "depths": (2, 2, 2)}, (120, 200)),
-    "oblong vit": ("vit_tiny_patch16_224", {"dynamic_img_size": True, "depth": 2}, (96, 160)),
-    "vit that pools by attention": ("vit_base_patch16_siglip_224", {"depth": 1}, (224, 224)),
+    "deit_distilled": ("deit_tiny_distilled_patch16_224", {**SMALL_VIT, "img_size": 96}, (96, 96)),
+    "swin_tiny": ("swin_tiny_patch4_window7_224", {**SMALL_SWIN, "img_size": 112}, (112, 112)),
+    "padded swin": ("swin_tiny_patch4_window7_224", {**SMALL_SWIN, "img_size": (120, 72)}, (120, 72)),
+    "oblong vit": ("vit_tiny_patch16_224", {**SMALL_VIT, "dynamic_img_size": True}, (96, 160)),
+    "vit that pools by attention": ("vit_base_patch16_siglip_224", {**SMALL_VIT, "img_size": 96}, (96, 96)),
 }
 
 

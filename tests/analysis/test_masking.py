@@ -1,5 +1,7 @@
 """Hidden tokens are as if they were not there."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -33,7 +35,9 @@ def test_masked_attention_is_attention_without_those_tokens(word, how):
     """Query by query: the layer's own fast `attend`, of the keys and values that are left."""
     model = small(word)
     layer, mixer = layer_of(model), model.stages[0].blocks[0].attn
-    see = hide_near(5) if how == "near" else hide_at_random(5, torch.Generator().manual_seed(1))
+    see = partial(hide_near, side=5)
+    if how == "random":
+        see = partial(hide_at_random, side=5, generator=torch.Generator().manual_seed(1))
     seen = see(layer, 0, layer.tokens)
     rows = layer.attention_weights(attn_mask=seen.unsqueeze(1))
     windows = mixer.layout((8, 8))[0]
@@ -58,7 +62,7 @@ def test_hidden_tokens_cannot_be_heard(word):
         # Its MLPs see neighbours, too; here it is about attention.
         model.stages[0].blocks[0].mlp.conv.weight.data.zero_()
     layer = layer_of(model)
-    see = hide_near(3)
+    see = partial(hide_near, side=3)
     query = 1 + 3 * 8 + 3
     hidden = ~see(layer, query, query + 1)[0, 0]
     assert int(hidden.sum()) == 9
@@ -73,8 +77,8 @@ def test_as_many_are_hidden_at_random(prefix):
     model = small("inline") if prefix else small("inline", class_token=False, global_pool="avg")
     layer = layer_of(model)
     for side in (3, 5, 7):
-        near = ~hide_near(side)(layer, 0, layer.tokens)
-        random = ~hide_at_random(side, torch.Generator().manual_seed(0))(layer, 0, layer.tokens)
+        near = ~hide_near(layer, 0, layer.tokens, side)
+        random = ~hide_at_random(layer, 0, layer.tokens, side, torch.Generator().manual_seed(0))
         assert torch.equal(near.sum(dim=-1), random.sum(dim=-1))
         assert not torch.equal(near, random)
         if prefix:
@@ -90,13 +94,15 @@ def test_in_windows_neighbours_within_them_are_hidden():
     model = small("inline", class_token=False, global_pool="avg", window_size=3)
     layer = layer_of(model)
     assert layer.windows == 9
-    random = ~hide_at_random(3, torch.Generator().manual_seed(0))(layer, 0, 9)
-    near = ~hide_near(3)(layer, 0, 9)
+    random = ~hide_at_random(layer, 0, 9, 3, torch.Generator().manual_seed(0))
+    near = ~hide_near(layer, 0, 9, 3)
     assert torch.equal(near.sum(dim=-1), random.sum(dim=-1))
     assert not near[:, layer.places[-1] < 0][-1].any()
     # The middle of a window of 3 × 3 sees nothing that is left, and still has an answer.
     assert near[0, 4].all()
-    assert run_masked(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), hide_near(3)).isfinite().all()
+    assert (
+        run_masked(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), partial(hide_near, side=3)).isfinite().all()
+    )
 
 
 def test_accuracy_is_that_of_the_answers():
@@ -113,7 +119,7 @@ def test_accuracy_is_that_of_the_answers():
         answers = model(images)
     assert found.images == 6
     assert found.top1 == pytest.approx(100 * float((answers.argmax(dim=1) == labels).double().mean()))
-    hidden = run_masked(model, images, hide_near(7))
+    hidden = run_masked(model, images, partial(hide_near, side=7))
     assert found.masked[2].loss == pytest.approx(float(torch.nn.functional.cross_entropy(hidden, labels)), rel=1e-6)
     assert found.masked[2].top1 == pytest.approx(100 * float((hidden.argmax(dim=1) == labels).double().mean()))
     again = measure_masking(model, [(images[:4], labels[:4]), (images[4:], labels[4:])], sides=(3, 7))

@@ -14,7 +14,7 @@ from inlinevit.analysis.map_plots import UNSEEN, View, break_lines, maps_figure,
 from inlinevit.analysis.maps import AttentionMap
 from inlinevit.analysis.masking import MaskedAccuracy, Masking
 from inlinevit.analysis.plots import confusion_figure, histogram, locality_figure, log_edges, masking_figure
-from inlinevit.report import STYLES, Line, Panel, Style, lines_figure, save_figure, styles_of
+from inlinevit.report import STYLES, Line, Panel, Style, lines_figure, style, styles_of
 from inlinevit.report.style import legend_columns
 
 THREE = {"softmax": "softmax", "linear": "linear", "InLine": "inline"}
@@ -64,10 +64,11 @@ def figures(models):
 
 
 @ALL
-def test_every_figure_can_be_written_and_names_every_model(models, tmp_path):
+def test_every_figure_can_be_written_and_names_every_model(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(style, "PNG_DPI", 20)
     for name, figure in figures(models).items():
         if models is THREE:
-            save_figure(figure, tmp_path, name)
+            style.save_figure(figure, tmp_path, name)
         shown = {text.get_text() for axes in figure.axes for text in (axes.title, axes._left_title, axes.yaxis.label)}
         shown |= {text.get_text() for legend in figure.legends for text in legend.get_texts()}
         shown |= {text.replace("\n", " ").split(",")[0] for text in shown}
@@ -168,20 +169,21 @@ def test_layers_that_are_shown():
     assert view("softmax", depth=12).shown == [0, 4, 7, 11]
 
 
-def test_models_of_different_depth_stand_side_by_side(tmp_path):
+def test_models_of_different_depth_stand_side_by_side():
     views = {"deep": view("softmax", depth=12, side=14), "flat": view("inline", depth=2)}
     figure = maps_figure(views)
     titles = [axes.get_title() for axes in figure.axes]
     assert "layer 12 of 12" in titles
     assert "layer 2 of 2" in titles
     layers = {"deep": localities("softmax", 12), "flat": localities("inline", 2)}
-    save_figure(locality_figure(layers, styles_of({"deep": "softmax", "flat": "inline"})), tmp_path, "locality")
+    figure = locality_figure(layers, styles_of({"deep": "softmax", "flat": "inline"}))
+    assert {len(line.get_xdata()) for line in figure.axes[0].lines[:-1]} == {12, 2}
 
 
 def test_names_are_not_formulas() -> None:
     """The folder of a run may have any name."""
-    style = Style("$\\frac$ {", "#000000", "o", "-")
-    figure = lines_figure([Panel("x", style.name, [Line(style, [1], [2])], style.name)])
+    hostile = Style("$\\frac$ {", "#000000", "o", "-")
+    figure = lines_figure([Panel("x", hostile.name, [Line(hostile, [1], [2])], hostile.name)])
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     assert buffer.tell() > 1000

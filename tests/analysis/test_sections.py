@@ -12,12 +12,17 @@ from inlinevit.analysis.locality import LayerLocality
 from inlinevit.analysis.map_plots import View
 from inlinevit.analysis.maps import AttentionMap
 from inlinevit.analysis.masking import MaskedAccuracy, Masking
-from inlinevit.analysis.sections import Analysis, analysis_sections
-from inlinevit.analysis.sections.common import percent, to_json
-from inlinevit.analysis.sections.confusion import confusion_verdict
-from inlinevit.analysis.sections.locality import locality_verdict
-from inlinevit.analysis.sections.maps import negative_share
-from inlinevit.analysis.sections.masking import masking_verdict
+from inlinevit.analysis.sections import (
+    Analysis,
+    all_weights,
+    analysis_sections,
+    confusion_verdict,
+    locality_verdict,
+    masking_verdict,
+    negative_fraction,
+    percent,
+    to_json,
+)
 from inlinevit.report import Picture, Table, Text
 
 
@@ -115,9 +120,11 @@ def test_verdict_on_masking(losses, images, sentence):
 
 
 def test_share_of_negative_weights():
-    assert negative_share(analysis("softmax")) == 0
+    assert negative_fraction(all_weights(analysis("softmax"))) == 0
     # 47 places of 0.02, one of -0.1, and one that is not seen.
-    assert negative_share(analysis("inline", negative=0.1)) == pytest.approx(0.1 / (0.1 + 47 * 0.02), rel=1e-4)
+    assert negative_fraction(all_weights(analysis("inline", negative=0.1))) == pytest.approx(
+        0.1 / (0.1 + 47 * 0.02), rel=1e-4
+    )
 
 
 def test_what_could_not_be_measured_is_reported():

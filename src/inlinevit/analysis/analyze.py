@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +20,7 @@ from ..engine.runs import has_config, open_run
 from ..layers import ATTENTIONS, BaseAttention
 from ..models.factory import parse_model
 from ..report import STYLES, Block, Report, Section, Table, Text
-from ..tasks.classification.config import (
-    ClassificationConfig,
-    ClassificationDataOptions,
-    DataConfig,
-    ModelConfig,
-)
+from ..tasks.classification.config import ClassificationConfig, ClassificationDataOptions, DataConfig, ModelConfig
 from ..tasks.classification.dataset import UnreadableCounter, drop_unreadable, make_eval_loader
 from ..tasks.classification.model import build_model
 from ..tasks.classification.predictor import (
@@ -40,7 +34,7 @@ from ..tasks.classification.shards import ShardSource
 from ..tasks.classification.sources import ImageSource, open_source, source_paths, take_subset
 from ..tasks.classification.transforms import InputSpec, evaluation_transform, input_spec
 from ..utils.atomic import make_output_dir
-from ..utils.validation import check_fields, require
+from ..utils.validation import Range, check_value, require
 from .confusion import DELTA, EPSILON, measure_confusion
 from .locality import measure_locality
 from .map_plots import View
@@ -99,54 +93,41 @@ class Effort:
     delta: float = DELTA
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, "", images=MOST_IMAGES, confusion_images=MOST_IMAGES, batch_size=MOST_IMAGES, epsilon=2, delta=2
-        )
         for name in ("images", "confusion_images", "batch_size"):
-            require(vars(self)[name] > 0, f"{name} is {vars(self)[name]}: it should be at least 1")
+            check_value(name, vars(self)[name], int, Range(1, MOST_IMAGES))
         for name in ("epsilon", "delta"):
-            require(vars(self)[name] >= 0, f"{name} is {vars(self)[name]}: it should not be negative")
+            check_value(name, vars(self)[name], float, Range(0, 2))
 
 
 def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort, console: Console) -> Analysis:
-    """Analyze a model.
-
-    Args:
-        subject: The model.
-        source: Labelled images; an evenly spaced subset is used.
-        effort: The size of the subset.
-        console: Where to show the progress.
-    """
-    model, label = subject.model, subject.label
+    """Analyze a model on an evenly spaced subset of labelled images, and show the progress on a console."""
+    model = subject.model
 
     def batches(count: int, what: str) -> Iterator[tuple[Tensor, Tensor]]:
-        return prepared_batches(subject, take_subset(source, count), effort.batch_size, f"{label}: {what}", console)
+        subset = take_subset(source, count)
+        return prepared_batches(subject, subset, effort.batch_size, f"{subject.label}: {what}", console)
 
-    confusion = measure_confusion(
-        model,
-        (images for images, _ in batches(effort.confusion_images, "confusion")),
-        epsilon=effort.epsilon,
-        delta=effort.delta,
-    )
+    confusion_images = (images for images, _ in batches(effort.confusion_images, "confusion"))
+    confusion = measure_confusion(model, confusion_images, epsilon=effort.epsilon, delta=effort.delta)
     highest = 0
 
-    def images_only() -> Iterator[Tensor]:
+    def locality_images() -> Iterator[Tensor]:
         nonlocal highest
         for images, labels in batches(effort.images, "locality"):
             highest = max(highest, int(labels.max()))
             yield images
 
-    locality = measure_locality(model, images_only())
-    found = Analysis(label, subject.attention, confusion, locality, views_of(subject, batches(len(VIEWS), "maps")))
+    locality = measure_locality(model, locality_images())
+    views = views_of(subject, batches(len(VIEWS), "maps"))
+    found = Analysis(subject.label, subject.attention, confusion, locality, views, no_masking=subject.no_accuracy)
     smallest = min((min(layer.size) for layer in locality), default=0)
     sides = tuple(side for side in SIDES if side < smallest)
-    found.no_masking = subject.no_accuracy
-    if highest >= subject.num_classes and not subject.no_accuracy:
-        found.no_masking = f"its {subject.num_classes} classes are not those of the images (labels up to {highest})"
     if len(locality) < len(confusion.layers):
         found.no_masking = "some of its keys come from a reduced map, where queries have no neighbourhood"
     elif not sides:
         found.no_masking = f"its smallest map has a side of {smallest}, too small to hide a neighbourhood"
+    elif highest >= subject.num_classes and not subject.no_accuracy:
+        found.no_masking = f"its {subject.num_classes} classes are not those of the images (labels up to {highest})"
     if not found.no_masking:
         found.masking = measure_masking(model, batches(effort.images, "masking"), sides=sides)
     return found
@@ -160,9 +141,8 @@ def prepared_batches(
     device = next(subject.model.parameters()).device
     config = DataConfig(batch_size=batch_size, workers=0)
     # Any label is accepted: images are analyzed even if their classes are not those of the model.
-    transform = evaluation_transform(spec)
     loaded: Iterable[tuple[Tensor, Tensor, list[str]]] = make_eval_loader(
-        source, transform, spec.mode, sys.maxsize, config, process=0, processes=1
+        source, evaluation_transform(spec), spec.mode, sys.maxsize, config, process=0, processes=1
     )
     shown = track(loaded, what, console=console)
     for images, labels in drop_unreadable(shown, UnreadableCounter(len(source)), subject.labels):
@@ -194,21 +174,12 @@ def labels_of(models: Sequence[str], attentions: Sequence[str]) -> list[str]:
         return [STYLES[word].name for word in attentions]
     names = [Path(model).name for model in models]
     names = names if len(set(names)) == len(names) else list(models)
-    seen: Counter[str] = Counter()
-    labels = []
-    for name in names:
-        seen[name] += 1
-        labels.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return labels
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts, strict=True)]
 
 
 def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
-    """Return a model with random weights.
-
-    Args:
-        model: The folder of a training run, or NAME or NAME:OPTION=VALUE,OPTION=VALUE.
-        img_size: See load_classifier.
-    """
+    """Return a model with random weights: that of a training run, NAME, or NAME:OPTION=VALUE,OPTION=VALUE."""
     if has_config(model):
         config = replace(open_run(ClassificationConfig, model).config.model, checkpoint=None, pretrained=False)
     else:
@@ -226,39 +197,16 @@ def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
 
 def analyze_command(
     models: list[str],
+    effort: Effort,
+    *,
     data: str | None = None,
-    images: int = 64,
-    confusion_images: int = 8,
     checkpoint: str | None = None,
     img_size: int | None = None,
-    batch_size: int = 16,
-    epsilon: float = EPSILON,
-    delta: float = DELTA,
     untrained: bool = False,
     output: str = "runs/analysis",
 ) -> Path:
-    """Analyze the attention of models side by side: confusion, locality, masking and maps.
-
-    Args:
-        models: Folders of training runs, or names of models of this package or timm.
-        data: Labelled images, as for inlinevit train; their evaluation part is used. null = those of the first model's
-            training run, or the embedded ones.
-        images: Number of images for locality and masking.
-        confusion_images: Number of images for confusion, which takes long for large feature maps.
-        checkpoint: As for inlinevit eval; the same for all models.
-        img_size: Side length of the input images; null = that of the training.
-        batch_size: Images per batch.
-        epsilon: Rows of weights nearer than this, relative to the larger norm, are the same.
-        delta: Queries farther apart than this, relative to the larger norm, are different.
-        untrained: Use random weights, to analyze an architecture. Names may have options then, such as
-            inline_deit_tiny:attention=linear.
-        output: Folder for analysis.html, analysis.json and figures/.
-
-    Returns:
-        The path of the page.
-    """
+    """Analyze models side by side and return the path of the page; the arguments are those of `inlinevit analyze`."""
     started = time.monotonic()
-    effort = Effort(images, confusion_images, batch_size, epsilon, delta)
     require(not untrained or checkpoint is None, "checkpoint and untrained exclude each other: choose one of them")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for model in models:
@@ -268,7 +216,7 @@ def analyze_command(
     config = ClassificationDataOptions(path=data).applied_to(None if run is None else run.config.data, DataConfig())
     source = open_source(config, training=False)
     files, folders = source_paths(source)
-    inputs = [*files, *([checkpoint] if checkpoint else [])]
+    inputs = [*files, checkpoint] if checkpoint else files
     folder = check_output_folder(output, OUTPUTS, inputs=inputs, image_folders=folders)
     classifiers = [
         open_untrained(model, img_size)
@@ -277,7 +225,8 @@ def analyze_command(
         for model in models
     ]
     for classifier in classifiers:
-        check_batch_memory(classifier.spec, min(batch_size, max(images, confusion_images), len(source)))
+        most = max(effort.images, effort.confusion_images)
+        check_batch_memory(classifier.spec, min(effort.batch_size, most, len(source)))
     make_output_dir(folder)
     attentions = [attention_of(classifier.model) for classifier in classifiers]
     labels = labels_of(models, attentions)
@@ -295,7 +244,7 @@ def analyze_command(
         blocks.insert(0, Text(UNTRAINED, is_key=True))
     facts = {"data": config.path, **vars(effort), "untrained": untrained}
     facts["models"] = [dict(zip(headings, row, strict=True)) for row in rows]
-    measured = min(images, len(source))
+    measured = min(effort.images, len(source))
     report = Report("Attention of the models", f"Measured on {measured} images of {config.path}.")
     report.add(Section("models", "The models", blocks, facts), *analysis_sections(analyses))
     path = report.write(folder, "analysis")
@@ -309,16 +258,13 @@ def subject_of(
 ) -> Subject:
     """Return a classifier on the default device, with its classes matched to those of the images."""
     model = classifier.model.to(PartialState().device)
-    subject = Subject(label, attention, model, classifier.spec, classifier.num_classes)
+    labels, no_accuracy = None, ""
     if untrained:
-        subject.no_accuracy = "it has random weights, so its accuracy is meaningless"
-        return subject
-    if source.classes is None:
-        return subject
-    try:
-        subject.labels = match_classes(source.classes, classifier)
-    except ValueError:
-        subject.no_accuracy = (
-            f"its {classifier.num_classes} classes are not those of the images ({len(source.classes)})"
-        )
-    return subject
+        no_accuracy = "it has random weights, so its accuracy is meaningless"
+    elif source.classes is not None:
+        try:
+            labels = match_classes(source.classes, classifier)
+        except ValueError:
+            count = len(source.classes)
+            no_accuracy = f"its {classifier.num_classes} classes are not those of the images ({count})"
+    return Subject(label, attention, model, classifier.spec, classifier.num_classes, labels, no_accuracy)

@@ -29,7 +29,7 @@ class LayerConfusion:
     confused: list[int]
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """The fraction of pairs that are confused."""
         return sum(self.confused) / max(sum(self.pairs), 1)
 
@@ -64,7 +64,7 @@ class Confusion:
         return sum(self.per_image)
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """The fraction of pairs that are confused."""
         return self.confused / max(self.pairs, 1)
 
@@ -72,14 +72,7 @@ class Confusion:
 def measure_confusion(
     model: nn.Module, batches: Iterable[Tensor], *, epsilon: float = EPSILON, delta: float = DELTA
 ) -> Confusion:
-    """Count confused pairs of queries in every layer.
-
-    Args:
-        model: See watch.
-        batches: Images (batch, channels, H, W).
-        epsilon: See Confusion.
-        delta: See Confusion.
-    """
+    """Count confused pairs of queries in every layer of a model (see watch) on images (batch, channels, H, W)."""
     layers: dict[str, LayerConfusion] = {}
 
     def visit(layer: Layer) -> None:
@@ -94,18 +87,11 @@ def measure_confusion(
 
 
 def count_confused_pairs(layer: Layer, epsilon: float = EPSILON, delta: float = DELTA) -> tuple[Tensor, Tensor]:
-    """Count pairs of different queries of one head and window, and those of them that have the same row.
-
-    Args:
-        layer: The layer.
-        epsilon: See Confusion.
-        delta: See Confusion.
-
-    Returns:
-        Both numbers per image, (images) and (images).
-    """
+    """Count pairs of different queries of one head and window, and those of them that have the same row, per image."""
     pairs = torch.zeros(layer.images, dtype=torch.long, device=layer.q.device)
     confused = torch.zeros_like(pairs)
+    places = torch.arange(layer.tokens, device=layer.q.device)
+    real = layer.is_real.repeat(layer.images, 1).unsqueeze(1)
     pieces = list(layer.chunks())
     for i, (first, last) in enumerate(pieces):
         rows = layer.attention_weights(first, last).double()
@@ -113,9 +99,7 @@ def count_confused_pairs(layer: Layer, epsilon: float = EPSILON, delta: float = 
             others = rows if other_first == first else layer.attention_weights(other_first, other_last).double()
             differ = distances(layer.q[:, :, first:last], layer.q[:, :, other_first:other_last]) > delta
             # Each pair once, without padding.
-            places = torch.arange(layer.tokens, device=layer.q.device)
             differ &= places[first:last, None] < places[None, other_first:other_last]
-            real = layer.is_real.repeat(layer.images, 1).unsqueeze(1)
             differ &= real[:, :, first:last, None] & real[:, :, None, other_first:other_last]
             same = differ & (distances(rows, others) <= epsilon)
             pairs += differ.flatten(1).sum(dim=1).view(layer.images, -1).sum(dim=1)
@@ -124,19 +108,13 @@ def count_confused_pairs(layer: Layer, epsilon: float = EPSILON, delta: float = 
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
-    """Return the distance of each vector of x from each of y, relative to the larger norm of the two.
+    """Return the distances of vectors (..., n, width) and (..., m, width), relative to the larger norm of the two.
 
-    Args:
-        x: (..., vectors, width).
-        y: (..., other vectors, width).
-
-    Returns:
-        (..., vectors, other vectors); 0 between two that are zero.
+    They are (..., n, m), and 0 between two vectors that are zero.
     """
     x, y = x.double(), y.double()
     longer = torch.maximum(x.norm(dim=-1).unsqueeze(-1), y.norm(dim=-1).unsqueeze(-2))
     # Rows of one head are similar: without their mean, the difference of squares is precise.
     middle = x.mean(dim=-2, keepdim=True)
-    x, y = x - middle, y - middle
-    squares = x.square().sum(dim=-1).unsqueeze(-1) + y.square().sum(dim=-1).unsqueeze(-2)
-    return (squares - 2 * x @ y.transpose(-2, -1)).clamp(min=0).sqrt() / longer.clamp(min=torch.finfo(x.dtype).tiny)
+    apart = torch.cdist(x - middle, y - middle, compute_mode="use_mm_for_euclid_dist")
+    return apart / longer.clamp(min=torch.finfo(x.dtype).tiny)

@@ -49,16 +49,7 @@ MAPPED_COLOR = "#CC79A7"
 
 @dataclass
 class Case:
-    """One half of the figure.
-
-    Attributes:
-        letter: Its letter in the paper.
-        title: What it shows.
-        queries: (4, 2).
-        mapped: φ(queries), (4, 2).
-        keys: (4, 2).
-        scores: By attention, (4, 4): the weight of key j for query i.
-    """
+    """One half of the figure: queries, φ(queries) and keys as (4, 2), and each attention's (queries, keys) weights."""
 
     letter: str
     title: str
@@ -71,25 +62,21 @@ class Case:
 def figure1_cases() -> list[Case]:
     """Compute both halves of the figure."""
     affine = torch.tensor(A, dtype=torch.float64), torch.tensor(B, dtype=torch.float64)
-    return [
-        _case("a", "queries q of one direction, keys k; φ = ReLU", COLLINEAR_QUERIES, {"feature_map": "relu"}),
-        _case(
-            "b",
-            "queries q that φ maps to one direction;\nφ = ReLU(A·x + b)",
-            OTHER_QUERIES,
-            {"feature_map": "relu_affine", "affine": affine},
-        ),
+    title_b = "queries q that φ maps to one direction;\nφ = ReLU(A·x + b)"
+    halves: list[tuple[str, str, Any, dict[str, Any]]] = [
+        ("a", "queries q of one direction, keys k; φ = ReLU", COLLINEAR_QUERIES, {"feature_map": "relu"}),
+        ("b", title_b, OTHER_QUERIES, {"feature_map": "relu_affine", "affine": affine}),
     ]
-
-
-def _case(letter: str, title: str, queries: tuple[tuple[float, float], ...], options: dict[str, Any]) -> Case:
-    # One image, one head.
-    q, k = (torch.tensor(points, dtype=torch.float64)[None, None] for points in (queries, KEYS))
-    scores = {
-        kind: attention_weights(q, k, kind=kind, **({} if kind == "softmax" else options))[0, 0] for kind in ATTENTIONS
-    }
-    mapped = apply_feature_map(q, options["feature_map"], options.get("affine"))[0, 0]
-    return Case(letter, title, q[0, 0], mapped, k[0, 0], scores)
+    cases = []
+    for letter, title, queries, options in halves:
+        # One image, one head.
+        q, k = (torch.tensor(points, dtype=torch.float64)[None, None] for points in (queries, KEYS))
+        scores = {"softmax": attention_weights(q, k, kind="softmax")[0, 0]}
+        for kind in ATTENTIONS[1:]:
+            scores[kind] = attention_weights(q, k, kind=kind, **options)[0, 0]
+        mapped = apply_feature_map(q, options["feature_map"], options.get("affine"))[0, 0]
+        cases.append(Case(letter, title, q[0, 0], mapped, k[0, 0], scores))
+    return cases
 
 
 @plot_style
@@ -111,25 +98,20 @@ def _plot_plane(axes: Axes, case: Case) -> None:
     # The ray on which linear attention cannot distinguish queries.
     far_x, far_y = (1.12 * case.mapped[-1]).tolist()
     axes.plot([0, far_x], [0, far_y], color=MAPPED_COLOR if is_moved else QUERY_COLOR, linewidth=0.8, linestyle=":")
-    groups = [("$k_{}$", case.keys, KEY_COLOR, "s"), ("$q_{}$", case.queries, QUERY_COLOR, "o")]
+    # Where there is space for the names: on the left, below, or on the right.
+    left, below, right = ((-7, 1), "right"), ((0, -14), "center"), ((7, -4), "left")
+    groups = [
+        ("$k_{}$", case.keys, KEY_COLOR, "s", left if is_moved else below),
+        ("$q_{}$", case.queries, QUERY_COLOR, "o", left),
+    ]
     if is_moved:
-        groups.append(("φ($q_{}$)", case.mapped, MAPPED_COLOR, "^"))
-    for name, points, color, marker in groups:
+        groups.append(("φ($q_{}$)", case.mapped, MAPPED_COLOR, "^", right))
+    for name, points, color, marker, (offset, align) in groups:
         axes.plot(points[:, 0], points[:, 1], color=color, marker=marker, linestyle="", markersize=6)
-        for number, (x, y) in enumerate(points.tolist(), start=1):
-            # Where there is space: on the right, below, or on the left.
-            if points is case.mapped:
-                offset, side = (7, -4), "left"
-            elif points is case.keys and not is_moved:
-                offset, side = (0, -14), "center"
-            else:
-                offset, side = (-7, 1), "right"
-            text = name.format(number)
-            label: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": side}
-            axes.annotate(text, (x, y), **label, color=color, fontsize=10, parse_math=True)
-    axes.set(xlim=(-0.15, 2.4), ylim=(-0.05, 2.3), aspect="equal")
-    axes.set_xlabel("first channel")
-    axes.set_ylabel("second channel")
+        label: dict[str, Any] = {"textcoords": "offset points", "color": color, "fontsize": 10, "parse_math": True}
+        for number, point in enumerate(points.tolist(), start=1):
+            axes.annotate(name.format(number), point, offset, ha=align, **label)
+    axes.set(xlim=(-0.15, 2.4), ylim=(-0.05, 2.3), aspect="equal", xlabel="first channel", ylabel="second channel")
 
 
 def _plot_scores(axes: Axes, scores: Tensor, name: str) -> None:
@@ -151,13 +133,9 @@ def _plot_scores(axes: Axes, scores: Tensor, name: str) -> None:
     axes.grid(axis="y", which="minor", color="white", linewidth=4, alpha=1)
     axes.set_axisbelow(False)
     axes.tick_params(which="minor", length=0)
-    axes.set_xlabel(_describe_rows(scores))
-
-
-def _describe_rows(scores: Tensor) -> str:
-    """Return whether the rows are the same, to two decimals."""
-    is_same = len(set(map(tuple, scores.round(decimals=2).tolist()))) == 1
-    return "all rows the same" if is_same else "all rows different"
+    # To two decimals, as they are shown.
+    is_same = len(scores.round(decimals=2).unique(dim=0)) == 1
+    axes.set_xlabel("all rows the same" if is_same else "all rows different")
 
 
 def figure1(output: str = "runs/figure1") -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from math import isqrt
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Values of Layer.places for tokens that are not on the map.
@@ -12,12 +13,8 @@ PREFIX = -1
 PADDING = -2
 # Elements of attention weights that are in memory at once.
 CHUNK = 2**24
-
-
-class WeightsFunction(Protocol):
-    """From a range of queries and an attention mask to attention weights; see Layer.attention_weights."""
-
-    def __call__(self, first: int, last: int, attn_mask: Tensor | None) -> Tensor: ...
+# From a range of queries and an attention mask to attention weights; see Layer.attention_weights.
+WeightsFunction = Callable[[int, int, Tensor | None], Tensor]
 
 
 @dataclass
@@ -34,28 +31,18 @@ class Convolution:
     bias: Tensor | None
     size: tuple[int, int]
 
-    @property
-    def side(self) -> int:
-        """Side of the kernels."""
-        return int(self.kernels.shape[-1] ** 0.5)
+    def taps(self, tokens: int, first: int, last: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each tap of the kernels, the queries (relative to `first`) that it applies to, and their neighbours.
 
-    def neighbours(self, tokens: int) -> Tensor:
-        """Return which token each tap of each token's kernel is applied to, (side · side, tokens); -1 = none.
-
-        Args:
-            tokens: Tokens of a window, including prefix tokens.
+        A window has this number of tokens, including prefix tokens.
         """
-        height, width = self.size
-        prefix, reach = tokens - height * width, self.side // 2
-        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        found = []
-        for down in range(-reach, reach + 1):
-            for right in range(-reach, reach + 1):
-                there_row, there_column = row + down, column + right
-                inside = (there_row >= 0) & (there_row < height) & (there_column >= 0) & (there_column < width)
-                index = torch.where(inside, prefix + there_row * width + there_column, -1).flatten()
-                found.append(torch.cat([torch.full((prefix,), -1), index]))
-        return torch.stack(found).to(self.kernels.device)
+        prefix, side = tokens - self.size[0] * self.size[1], isqrt(self.kernels.shape[-1])
+        # The map is padded with zeros: count from 1.
+        places = torch.arange(prefix + 1, tokens + 1, dtype=torch.float32, device=self.kernels.device)
+        neighbours = F.unfold(places.view(1, 1, *self.size), side, padding=side // 2)[0].long() - 1
+        for tap, row in enumerate(F.pad(neighbours, (prefix, 0), value=-1)[:, first:last]):
+            (queries,) = torch.nonzero(row >= 0, as_tuple=True)
+            yield tap, queries, row[queries]
 
 
 @dataclass
@@ -123,12 +110,9 @@ class Layer:
         return self.weights_function(first, self.tokens if last is None else last, attn_mask)
 
     def total_weights(self, first: int = 0, last: int | None = None, channel: int | None = None) -> Tensor:
-        """Return the attention weights plus those of the convolution.
+        """Return the attention weights of queries (see attention_weights) plus those of the convolution.
 
-        Args:
-            first: See attention_weights.
-            last: See attention_weights.
-            channel: The channel of each head. Kernels differ between channels; by default, their mean is used.
+        Kernels differ between the channels of a head: those of one channel are used, or by default their mean.
         """
         last = self.tokens if last is None else last
         weights = self.attention_weights(first, last)
@@ -136,43 +120,37 @@ class Layer:
             return weights
         kernels = self.convolution.kernels
         taps = (kernels.mean(dim=2) if channel is None else kernels[:, :, channel]).to(weights.dtype)
-        for tap, neighbours in enumerate(self.convolution.neighbours(self.tokens)[:, first:last]):
-            (queries,) = torch.nonzero(neighbours >= 0, as_tuple=True)
-            weights[:, :, queries, neighbours[queries]] += taps[:, :, None, tap]
+        for tap, queries, neighbours in self.convolution.taps(self.tokens, first, last):
+            weights[:, :, queries, neighbours] += taps[:, :, None, tap]
         return weights
 
-    def output(self, see: "See | None" = None) -> Tensor:
-        """Return the output of the layer before its projection, from explicit weights and kernels.
+    def output(self, mask_function: "MaskFunction | None" = None) -> Tensor:
+        """Return the output (batch · windows, heads, tokens, width) before the projection, from explicit weights.
 
-        Args:
-            see: Which tokens queries may attend to; all by default. The convolution ignores the others, too.
-
-        Returns:
-            (batch · windows, heads, tokens, width).
+        By default, queries attend to all tokens. The convolution ignores tokens that they may not attend to, too.
         """
         found = []
         for first, last in self.chunks():
-            attn_mask = None if see is None else see(self, first, last).repeat(self.images, 1, 1).unsqueeze(1)
+            attn_mask = None
+            if mask_function is not None:
+                attn_mask = mask_function(self, first, last).repeat(self.images, 1, 1).unsqueeze(1)
             out = self.attention_weights(first, last, attn_mask) @ self.v.to(self.q.dtype)
             if self.convolution is not None:
-                out = out + self._convolve(first, last, attn_mask)
+                out = out + self._convolve(self.convolution, first, last, attn_mask)
             found.append(out)
         return torch.cat(found, dim=2)
 
-    def _convolve(self, first: int, last: int, attn_mask: Tensor | None) -> Tensor:
+    def _convolve(self, convolution: Convolution, first: int, last: int, attn_mask: Tensor | None) -> Tensor:
         """Return the convolution of the values at some of the queries, over the neighbours in the mask."""
-        assert self.convolution is not None
         out = torch.zeros_like(self.v[:, :, first:last])
-        for tap, neighbours in enumerate(self.convolution.neighbours(self.tokens)[:, first:last]):
-            (queries,) = torch.nonzero(neighbours >= 0, as_tuple=True)
-            values = self.v[:, :, neighbours[queries]] * self.convolution.kernels[:, :, None, :, tap].to(out.dtype)
+        for tap, queries, neighbours in convolution.taps(self.tokens, first, last):
+            values = self.v[:, :, neighbours] * convolution.kernels[:, :, None, :, tap].to(out.dtype)
             if attn_mask is not None:
-                values = values * attn_mask[:, :, queries, neighbours[queries]].unsqueeze(-1).to(out.dtype)
+                values = values * attn_mask[:, :, queries, neighbours].unsqueeze(-1)
             out[:, :, queries] += values
-        if self.convolution.bias is not None:
-            height, width = self.convolution.size
-            is_map = torch.arange(first, last, device=out.device) >= self.tokens - height * width
-            out += self.convolution.bias[:, None, :].to(out.dtype) * is_map[:, None].to(out.dtype)
+        if convolution.bias is not None:
+            prefix = self.tokens - convolution.size[0] * convolution.size[1]
+            out[:, :, max(prefix - first, 0) :] += convolution.bias[:, None, :].to(out.dtype)
         return out
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -182,13 +160,7 @@ class Layer:
             yield first, min(first + step, self.tokens)
 
     def near(self, first: int, last: int, side: int) -> Tensor:
-        """Return which tokens are in the neighbourhood of a query on the map, (windows, queries, tokens).
-
-        Args:
-            first: See attention_weights.
-            last: See attention_weights.
-            side: Side length of the neighbourhood, odd; the query is its centre.
-        """
+        """Return which tokens are in the side × side neighbourhood of a query, (windows, queries, tokens)."""
         if not self.sees_map:
             raise ValueError(f"the keys of {self.name} belong to a reduced map: they are in no query's neighbourhood")
         if side < 1 or side % 2 == 0:
@@ -201,4 +173,4 @@ class Layer:
 
 
 # From a layer and a range of queries to an attention mask (windows, queries, tokens), True = visible.
-See = Callable[[Layer, int, int], Tensor]
+MaskFunction = Callable[[Layer, int, int], Tensor]

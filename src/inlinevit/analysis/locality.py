@@ -1,8 +1,9 @@
 """Locality: the weight of the 3×3 neighbourhood of each query."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,33 +35,23 @@ class LayerLocality:
 
 
 def measure_locality(model: nn.Module, batches: Iterable[Tensor], *, side: int = 3) -> list[LayerLocality]:
-    """Return the locality of each layer. Layers whose keys come from a reduced feature map are left out.
+    """Return the locality of each layer of a model (see watch), on images (batch, channels, H, W) of one size.
 
-    Args:
-        model: See watch.
-        batches: Images (batch, channels, H, W), all of one size.
-        side: Side length of the neighbourhood, odd.
+    Layers whose keys come from a reduced feature map are left out. The neighbourhood has an odd side length.
     """
-    sums: dict[str, tuple[LayerLocality, int]] = {}
+    found: dict[str, list[tuple[LayerLocality, int]]] = {}
 
     def visit(layer: Layer) -> None:
         if layer.sees_map:
-            now = layer_locality(layer, side)
-            before, images = sums.get(layer.name, (now, 0))
-            sums[layer.name] = weighted_mean(before, images, now, layer.images), images + layer.images
+            found.setdefault(layer.name, []).append((layer_locality(layer, side), layer.images))
 
     for images in batches:
         watch(model, images, visit)
-    return [locality for locality, _ in sums.values()]
+    return [mean_locality(parts) for parts in found.values()]
 
 
 def layer_locality(layer: Layer, side: int = 3) -> LayerLocality:
-    """Return the locality of a layer.
-
-    Args:
-        layer: A layer whose keys are the tokens of the feature map.
-        side: Side length of the neighbourhood, odd.
-    """
+    """Return the locality of a layer whose keys are the tokens of the feature map."""
     totals = torch.zeros(5, dtype=torch.float64)
     # Padding gets no attention.
     tokens = layer.is_real.sum(dim=1)
@@ -84,11 +75,11 @@ def near_sum(rows: Tensor, near: Tensor, is_query: Tensor) -> Tensor:
     return ((rows * near).sum(dim=-1) * is_query).sum()
 
 
-def weighted_mean(one: LayerLocality, weight: int, other: LayerLocality, other_weight: int) -> LayerLocality:
-    """Return the mean of two batches of images."""
-    if one.size != other.size:
-        raise ValueError(f"{one.layer} has feature maps of {one.size} and {other.size}: use images of one size")
-    names = [field.name for field in fields(LayerLocality)[2:]]
-    total = weight + other_weight
-    means = {name: (weight * vars(one)[name] + other_weight * vars(other)[name]) / total for name in names}
-    return LayerLocality(one.layer, one.size, **means)
+def mean_locality(batches: list[tuple[LayerLocality, int]]) -> LayerLocality:
+    """Return the mean of the locality of a layer in several batches, with their numbers of images."""
+    first = batches[0][0]
+    for other, _ in batches:
+        if other.size != first.size:
+            raise ValueError(f"{first.layer} has feature maps of {first.size} and {other.size}: use images of one size")
+    numbers, images = [astuple(one)[2:] for one, _ in batches], [count for _, count in batches]
+    return LayerLocality(first.layer, first.size, *np.average(numbers, axis=0, weights=images).tolist())

@@ -47,21 +47,28 @@ class View:
     def shown(self) -> list[int]:
         """Indices of the layers that are shown: the first, the last, and some between, evenly spaced."""
         depth = len(self.maps)
-        count = min(depth, LAYERS_SHOWN)
-        return [round(place * (depth - 1) / max(count - 1, 1)) for place in range(count)]
+        return np.linspace(0, depth - 1, min(depth, LAYERS_SHOWN)).round().astype(int).tolist()
+
+    @property
+    def maps_shown(self) -> list[AttentionMap]:
+        """The maps of these layers."""
+        return [self.maps[layer] for layer in self.shown]
 
 
 @plot_style
 def maps_figure(views: Mapping[str, View]) -> Figure:
     """Plot one row per model: the image with the query, then the query's weights in some layers, mean over heads.
 
-    A model that adds a convolution has two rows, with it and without it. All maps have one color scale: blue is
-    negative, red is positive, and large weights are on a logarithmic scale.
-
-    Args:
-        views: The same image and query in each model.
+    The image and the query are the same in each model. A model that adds a convolution has two rows, with it and
+    without it. All maps have one color scale: blue is negative, red is positive, large weights are on a logarithmic
+    scale.
     """
-    rows = map_rows(views)
+    rows: list[tuple[str, View, list[NDArray[np.float32]]]] = []
+    for name, view in views.items():
+        shown = view.maps_shown
+        rows.append((name, view, [mean_over_heads(one.total).numpy() for one in shown]))
+        if any(not torch.equal(one.total.nan_to_num(), one.weights.nan_to_num()) for one in shown):
+            rows.append((f"{name}, attention alone", view, [mean_over_heads(one.weights).numpy() for one in shown]))
     columns = max(len(maps) for _, _, maps in rows)
     figure = Figure(figsize=(1.0 + 1.75 * (columns + 1), 0.5 + 1.6 * len(rows)))
     grid = figure.subplots(len(rows), columns + 1, squeeze=False)
@@ -74,9 +81,9 @@ def maps_figure(views: Mapping[str, View]) -> Figure:
         mark = {"marker": "s", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 2.2, "linestyle": ""}
         axes[0].plot(view.query[1] * width - 0.5, view.query[0] * height - 0.5, markeredgecolor=QUERY_COLOR, **mark)
         axes[0].set_ylabel(break_lines(label), fontsize=10)
-        for panel, layer, weights in zip(axes[1:], view.shown, maps, strict=False):
+        for panel, one, weights in zip(axes[1:], view.maps_shown, maps, strict=False):
             image = panel.imshow(weights, norm=norm, cmap=colors, interpolation="nearest")
-            y, x = view.maps[layer].query
+            y, x = one.query
             panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, linewidth=1.2, clip_on=False))
         new_titles = ["the query", *(f"layer {layer + 1} of {len(view.maps)}" for layer in view.shown)]
         if new_titles != titles:
@@ -92,17 +99,6 @@ def maps_figure(views: Mapping[str, View]) -> Figure:
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.2g}" if value else "0"))
     bar.ax.yaxis.minorticks_off()
     return figure
-
-
-def map_rows(views: Mapping[str, View]) -> list[tuple[str, View, list[NDArray[np.float32]]]]:
-    """Return the label, the view and the (H, W) weights of each row."""
-    rows = []
-    for name, view in views.items():
-        shown = [view.maps[layer] for layer in view.shown]
-        rows.append((name, view, [mean_over_heads(one.total).numpy() for one in shown]))
-        if any(not torch.equal(one.total.nan_to_num(), one.weights.nan_to_num()) for one in shown):
-            rows.append((f"{name}, attention alone", view, [mean_over_heads(one.weights).numpy() for one in shown]))
-    return rows
 
 
 def mean_over_heads(weights: Tensor) -> Tensor:

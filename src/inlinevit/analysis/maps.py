@@ -29,17 +29,13 @@ class AttentionMap:
 
 
 def attention_maps(model: nn.Module, image: Tensor, queries: Sequence[tuple[float, float]]) -> list[AttentionMap]:
-    """Return the weights of some queries in every layer; those of one layer are next to each other.
+    """Return the weights of some queries in every layer of a model (see watch), those of one layer next to each other.
 
-    Layers whose keys come from a reduced feature map are left out.
-
-    Args:
-        model: See watch.
-        image: (channels, H, W).
-        queries: Positions as fractions of the image's height and width: (0.5, 0.5) is the center.
+    Layers whose keys come from a reduced feature map are left out. Queries of an image (channels, H, W) are positions
+    as fractions of its height and width: (0.5, 0.5) is the center.
     """
     for query in queries:
-        if not all(0 <= share <= 1 for share in query):
+        if not all(0 <= fraction <= 1 for fraction in query):
             raise ValueError(f"a query is at {query}: both should be fractions of height and width, from 0 to 1")
     found: list[AttentionMap] = []
 
@@ -53,7 +49,7 @@ def attention_maps(model: nn.Module, image: Tensor, queries: Sequence[tuple[floa
 
 def layer_map(layer: Layer, query: tuple[float, float]) -> AttentionMap:
     """Return the weights of the query at (fraction of height, fraction of width) in the first image of the batch."""
-    row, column = (min(int(share * length), length - 1) for share, length in zip(query, layer.size, strict=True))
+    row, column = (min(int(part * length), length - 1) for part, length in zip(query, layer.size, strict=True))
     window, token = torch.nonzero(layer.places == row * layer.size[1] + column)[0].tolist()
     weights, total = (
         on_map(rows[window, :, 0], layer.places[window], layer.size)

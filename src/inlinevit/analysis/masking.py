@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .hooks import run_masked
-from .layer import Layer, See
+from .layer import Layer, MaskFunction
 
 
 @dataclass
@@ -46,19 +48,6 @@ class Masking:
     masked: list[MaskedAccuracy]
 
 
-@dataclass
-class Score:
-    """Number of correct predictions, and the sum of losses."""
-
-    correct: int = 0
-    loss: float = 0.0
-
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch."""
-        self.correct += int((logits.argmax(dim=1) == labels).sum())
-        self.loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
-
-
 def measure_masking(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, sides: tuple[int, ...] = (3, 5, 7), seed: int = 0
 ) -> Masking:
@@ -72,45 +61,40 @@ def measure_masking(
         sides: Side lengths of the neighbourhoods, odd.
         seed: Seed of the random tokens.
     """
-    ways: dict[tuple[int, Literal["near", "random"]], tuple[See, Score]] = {}
+    masks: dict[tuple[int, Literal["near", "random"]], MaskFunction] = {}
     for side in sides:
-        ways[side, "near"] = hide_near(side), Score()
-        ways[side, "random"] = hide_at_random(side, torch.Generator().manual_seed(seed)), Score()
-    whole, count = Score(), 0
+        masks[side, "near"] = partial(hide_near, side=side)
+        masks[side, "random"] = partial(hide_at_random, side=side, generator=torch.Generator().manual_seed(seed))
+    scores, count = np.zeros((1 + len(masks), 2)), 0
     for images, labels in batches:
         count += len(labels)
         with torch.no_grad():
-            whole.add(model(images), labels)
-        for see, score in ways.values():
-            score.add(run_masked(model, images, see), labels)
+            outputs = [model(images), *(run_masked(model, images, mask) for mask in masks.values())]
+        scores += [score(logits, labels) for logits in outputs]
     if count == 0:
         raise ValueError("there are no images to measure accuracy on: give at least one batch")
-    masked = [
-        MaskedAccuracy(side, hidden, 100 * score.correct / count, score.loss / count)
-        for (side, hidden), (_, score) in ways.items()
-    ]
-    return Masking(count, 100 * whole.correct / count, whole.loss / count, masked)
+    (top1, loss), *others = (scores / count).tolist()
+    masked = [MaskedAccuracy(*key, *values) for key, values in zip(masks, others, strict=True)]
+    return Masking(count, top1, loss, masked)
 
 
-def hide_near(side: int) -> See:
-    """Hide each query's neighbourhood of side × side tokens, itself included."""
-
-    def see(layer: Layer, first: int, last: int) -> Tensor:
-        return ~layer.near(first, last, side)
-
-    return see
+def score(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the sums of top-1 accuracy, in percent, and of cross entropy over a batch."""
+    correct = int((logits.argmax(dim=1) == labels).sum())
+    return 100 * correct, float(F.cross_entropy(logits.float(), labels, reduction="sum"))
 
 
-def hide_at_random(side: int, generator: torch.Generator) -> See:
-    """Hide as many random tokens of the feature map as each query's neighbourhood has."""
+def hide_near(layer: Layer, first: int, last: int, side: int) -> Tensor:
+    """Hide each query's neighbourhood of side × side tokens, itself included. See MaskFunction."""
+    return ~layer.near(first, last, side)
 
-    def see(layer: Layer, first: int, last: int) -> Tensor:
-        near = layer.near(first, last, side)
-        # The tokens with the highest random numbers are hidden. In float64, two are hardly ever equal.
-        numbers = torch.rand(near.shape, generator=generator, dtype=torch.float64).to(near.device)
-        numbers = numbers.masked_fill(layer.places[:, None, :] < 0, -1.0)
-        count = near.sum(dim=-1, keepdim=True)
-        lowest_hidden = numbers.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(min=0))
-        return (numbers < lowest_hidden) | (count == 0)
 
-    return see
+def hide_at_random(layer: Layer, first: int, last: int, side: int, generator: torch.Generator) -> Tensor:
+    """Hide as many random tokens of the feature map as each query's neighbourhood has. See MaskFunction."""
+    near = layer.near(first, last, side)
+    # The tokens with the highest random numbers are hidden. In float64, two are hardly ever equal.
+    numbers = torch.rand(near.shape, generator=generator, dtype=torch.float64).to(near.device)
+    numbers = numbers.masked_fill(layer.places[:, None, :] < 0, -1.0)
+    count = near.sum(dim=-1, keepdim=True)
+    lowest_hidden = numbers.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(min=0))
+    return (numbers < lowest_hidden) | (count == 0)

@@ -46,16 +46,17 @@ def confusion_figure(found: Mapping[str, Confusion], styles: Styles) -> Figure:
         axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
     powers = range(len(edges) // BINS_PER_DECADE + 1)
     ticks = [0, *(0.5 + ZERO_GAP + BINS_PER_DECADE * power for power in powers)]
-    grid[-1].set_xticks(ticks, ["0", *(power_of_ten(power) for power in powers)])
+    names = [str(10**power) if power < 3 else f"10{str(power).translate(SUPERSCRIPTS)}" for power in powers]
+    grid[-1].set_xticks(ticks, ["0", *names])
     grid[-1].set_xlabel("confused pairs per image, all layers and heads")
     left.supylabel("images", fontsize=10)
     axes = right.subplots()
-    shares = {name: [100 * layer.share for layer in one.layers] for name, one in found.items()}
-    for number, (name, values) in enumerate(shares.items()):
+    for number, (name, one) in enumerate(found.items()):
         # Shifted, because many values are 0.
-        shift = 0.5 * (number + 0.5) / len(shares) - 0.25
-        axes.plot([layer + 1 + shift for layer in range(len(values))], values, **styles[name].line, clip_on=False)
-    percent_axis(axes, [value for values in shares.values() for value in values])
+        shifted = np.arange(1, len(one.layers) + 1) + 0.5 * (number + 0.5) / len(found) - 0.25
+        values = [100 * layer.fraction for layer in one.layers]
+        axes.plot(shifted, values, **styles[name].line, clip_on=False)
+    percent_axis(axes, [100 * layer.fraction for one in found.values() for layer in one.layers])
     axes.set_ylabel("confused pairs of queries, %")
     layer_axis(axes)
     add_legend(right, axes.lines, 0.45 * WIDTH)
@@ -64,8 +65,8 @@ def confusion_figure(found: Mapping[str, Confusion], styles: Styles) -> Figure:
 
 def log_edges(top: int) -> list[float]:
     """Return lower edges of bins for integers from 1 to `top`, evenly spaced in their logarithm."""
-    decades = max(1, ceil(log10(top + 1))) if top > 0 else 1
-    return [10 ** (place / BINS_PER_DECADE) for place in range(BINS_PER_DECADE * decades)]
+    digits = len(str(top))
+    return [10 ** (place / BINS_PER_DECADE) for place in range(BINS_PER_DECADE * digits)]
 
 
 def histogram(counts: Sequence[int], edges: Sequence[float]) -> list[int]:
@@ -73,11 +74,6 @@ def histogram(counts: Sequence[int], edges: Sequence[float]) -> list[int]:
     # Computed powers of ten may be slightly too large.
     bins = np.searchsorted(np.asarray(edges) * (1 - 1e-9), counts, side="right")
     return np.bincount(bins, minlength=len(edges) + 1).tolist()
-
-
-def power_of_ten(power: int) -> str:
-    """Return 1, 10, 100, then 10³."""
-    return str(10**power) if power < 3 else f"10{str(power).translate(SUPERSCRIPTS)}"
 
 
 @plot_style
@@ -88,19 +84,20 @@ def locality_figure(found: Mapping[str, list[LayerLocality]], styles: Styles) ->
     left.set_ylabel("weight of the 3×3 neighbourhood")
     right.set_ylabel("its fraction of absolute weights, %")
 
-    def plot(style: Style, weights: Sequence[float], shares: Sequence[float]) -> None:
+    def plot(style: Style, weights: Sequence[float], fractions: Sequence[float]) -> None:
         layers = range(1, len(weights) + 1)
         left.plot(layers, weights, **style.line, clip_on=False)
-        right.plot(layers, [100 * share for share in shares], **style.line, clip_on=False)
+        right.plot(layers, [100 * fraction for fraction in fractions], **style.line, clip_on=False)
 
     for name, layers in found.items():
         style = replace(styles[name], dash="-")
-        if adds_convolution(layers):
-            style = replace(style, name=f"{name}, with its convolution")
-        plot(style, [layer.total for layer in layers], [layer.total_share for layer in layers])
-        if adds_convolution(layers):
-            style = replace(style, name=f"{name}, attention alone", dash="--", hollow=True)
-            plot(style, [layer.attention for layer in layers], [layer.attention_share for layer in layers])
+        total = [layer.total for layer in layers], [layer.total_share for layer in layers]
+        if not adds_convolution(layers):
+            plot(style, *total)
+            continue
+        plot(replace(style, name=f"{name}, with its convolution"), *total)
+        alone = [layer.attention for layer in layers], [layer.attention_share for layer in layers]
+        plot(replace(style, name=f"{name}, attention alone", dash="--", hollow=True), *alone)
     # The same for all models, unless their feature maps differ.
     for uniform in dict.fromkeys(tuple(layer.uniform for layer in layers) for layers in found.values()):
         plot(UNIFORM, uniform, uniform)
@@ -125,13 +122,17 @@ def masking_figure(found: Mapping[str, Masking], styles: Styles) -> Figure:
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(WIDTH if columns > 2 else 3.6 * columns + 1.2, 2.9 * rows + 0.6))
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True, sharex=True)
-    looks = {"near": {"dash": "-", "hollow": False}, "random": {"dash": "--", "hollow": True}}
+    looks = {
+        "near": Style("its neighbourhood", "#333333", "o", "-"),
+        "random": Style("as many random tokens", "#333333", "o", "--", hollow=True),
+    }
     for axes, (name, one) in zip(grid.flat, found.items(), strict=False):
         for hidden, look in looks.items():
             some = [masked for masked in one.masked if masked.hidden == hidden]
             # Both lines begin with nothing hidden.
             sides, values = [1, *(masked.side for masked in some)], [one.top1, *(masked.top1 for masked in some)]
-            axes.plot(sides, values, **replace(styles[name], **look).line, clip_on=False)  # type: ignore[arg-type]
+            style = replace(styles[name], dash=look.dash, hollow=look.hollow)
+            axes.plot(sides, values, **style.line, clip_on=False)
         axes.set_xticks(sides, ["none", *(f"{side}×{side}" for side in sides[1:])])
         axes.set_title(name, fontsize=10)
         axes.margins(x=0.08)
@@ -139,16 +140,13 @@ def masking_figure(found: Mapping[str, Masking], styles: Styles) -> Figure:
         axes.set_ylabel("top-1, %")
     bottom = min(axes.get_ylim()[0] for axes in grid.flat)
     grid[0, 0].set_ylim(bottom=max(0, bottom))
+    for axes in grid.flat[len(found) - columns : len(found)]:
+        # There is no other panel below it.
+        axes.tick_params(labelbottom=True)
     for axes in grid.flat[len(found) :]:
         axes.set_visible(False)
-        # The panel above has no other one below it, so it needs its own tick labels.
-        above = grid.flat[list(grid.flat).index(axes) - columns] if rows > 1 else axes
-        above.tick_params(labelbottom=True)
     figure.supxlabel("tokens hidden from each query, in all layers", fontsize=10)
-    neighbourhood = Style("its neighbourhood", "#333333", "o", "-")
-    random = Style("as many random tokens", "#333333", "o", "--", hollow=True)
-    handles = [Line2D([], [], **style.line) for style in (neighbourhood, random)]
-    add_legend(figure, handles, figure.get_figwidth())
+    add_legend(figure, [Line2D([], [], **look.line) for look in looks.values()], figure.get_figwidth())
     return figure
 
 

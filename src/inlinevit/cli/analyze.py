@@ -34,10 +34,17 @@ def analyze(
         untrained: Use random weights. Names may have options then, such as inline_deit_tiny:attention=linear.
         output: Folder for analysis.html, analysis.json and figures/.
     """
-    options = locals()
-    from ..analysis.analyze import analyze_command
+    from ..analysis.analyze import Effort, analyze_command
 
-    analyze_command(**options)
+    analyze_command(
+        models,
+        Effort(images, confusion_images, batch_size, epsilon, delta),
+        data=data,
+        checkpoint=checkpoint,
+        img_size=img_size,
+        untrained=untrained,
+        output=output,
+    )
 
 
 def make_parser() -> ArgumentParser:

@@ -24,6 +24,14 @@ TEMPLATES = Environment(
 )
 
 
+def data_uri(content: bytes, kind: str) -> str:
+    """Return the content of a file as a data URI, so that a page needs no other file."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+TEMPLATES.filters["data_uri"] = data_uri
+
+
 class Block:
     """Base class of content. A subclass is a dataclass with a template, in which the object is called `block`."""
 
@@ -36,12 +44,7 @@ class Block:
 
 @dataclass
 class Text(Block):
-    """A paragraph.
-
-    Attributes:
-        text: Plain text.
-        is_key: Whether it is highlighted as the main result.
-    """
+    """A paragraph of plain text, highlighted if it is the main result (`is_key`)."""
 
     template = '<p{% if block.is_key %} class="key"{% endif %}>{{ block.text }}</p>'
 
@@ -51,14 +54,7 @@ class Text(Block):
 
 @dataclass
 class Table(Block):
-    """A table whose first column has the names of the rows.
-
-    Attributes:
-        headings: One for each column.
-        rows: Cells, formatted.
-        caption: What the table shows.
-        is_prose: Whether the cells are text rather than numbers.
-    """
+    """A table of formatted numbers, or of text (`is_prose`). Its first column has the names of the rows."""
 
     template = """
 <figure><figcaption>{{ block.caption }}</figcaption>
@@ -87,16 +83,10 @@ class Table(Block):
 
 @dataclass
 class Picture(Block):
-    """A matplotlib figure.
-
-    Attributes:
-        figure: The figure.
-        alt: A description for screen readers.
-        caption: The text below it.
-    """
+    """A matplotlib figure, with a description for screen readers (`alt`) and a caption below it."""
 
     template = """
-<figure><div class="scroll" tabindex="0"><img class="figure" src="{{ block.uri }}" alt="{{ block.alt }}"></div>
+<figure><img class="figure" src="{{ block.svg | data_uri('image/svg+xml') }}" alt="{{ block.alt }}">
 <figcaption>{{ block.caption }}</figcaption></figure>
 """
 
@@ -109,56 +99,36 @@ class Picture(Block):
         """The figure as SVG."""
         return svg_bytes(self.figure)
 
-    @property
-    def uri(self) -> str:
-        """The figure as a data URI."""
-        return data_uri("image/svg+xml", self.svg)
-
 
 @dataclass
 class Tile:
-    """A small image.
-
-    Attributes:
-        image: The image.
-        alt: A description for screen readers.
-        lines: Short lines below it.
-    """
+    """A small image, with a description for screen readers (`alt`) and short lines below it."""
 
     image: Image.Image
     alt: str
     lines: Sequence[str] = ()
 
     @property
-    def uri(self) -> str:
-        """The image as a data URI."""
+    def png(self) -> bytes:
+        """The image as PNG."""
         buffer = io.BytesIO()
         self.image.save(buffer, format="PNG")
-        return data_uri("image/png", buffer.getvalue())
+        return buffer.getvalue()
 
 
 @dataclass
 class ImageGrid(Block):
-    """Small images side by side.
-
-    Attributes:
-        tiles: The images.
-        caption: The text above them.
-    """
+    """Small images side by side, with a caption above them."""
 
     template = """
 <figure class="grid"><figcaption>{{ block.caption }}</figcaption>
 <ul>
 {% for tile in block.tiles %}
-<li><img src="{{ tile.uri }}" alt="{{ tile.alt }}">{% for line in tile.lines %}<span>{{ line }}</span>{% endfor %}</li>
+<li><img src="{{ tile.png | data_uri('image/png') }}" alt="{{ tile.alt }}">
+{% for line in tile.lines %}<span>{{ line }}</span>{% endfor %}</li>
 {% endfor %}
 </ul></figure>
 """
 
     tiles: Sequence[Tile]
     caption: str
-
-
-def data_uri(kind: str, content: bytes) -> str:
-    """Return the content of a file as a data URI, so that a page needs no other file."""
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -21,18 +21,13 @@ from .style import save_figure
 
 @dataclass
 class Section:
-    """A part of a report.
+    """A part of a report."""
 
-    Attributes:
-        key: Its name in the JSON file and in links: lower-case letters, digits and hyphens.
-        title: Its heading.
-        blocks: Its content.
-        data: The numbers behind it for the JSON file.
-    """
-
+    # Its name in the JSON file and in links: lower-case letters, digits and hyphens.
     key: str
     title: str
     blocks: Sequence[Block]
+    # The numbers behind it for the JSON file.
     data: Any = None
 
     def __post_init__(self) -> None:
@@ -42,13 +37,7 @@ class Section:
 
 @dataclass
 class Report:
-    """A page and its numbers.
-
-    Attributes:
-        title: The heading of the page.
-        intro: What was done, in a sentence or two.
-        sections: The results, in order.
-    """
+    """A page and its numbers: a title, what was done in a sentence or two, and the results."""
 
     title: str
     intro: str

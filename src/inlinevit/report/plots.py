@@ -19,16 +19,7 @@ MAX_TICKS = 8
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a plot.
-
-    Attributes:
-        style: Name and look.
-        x: Positions.
-        y: Values.
-        low: Lower quartiles; empty = no band.
-        high: Upper quartiles.
-        notes: Texts beside the points; empty = none.
-    """
+    """A line of a plot, with a band from `low` to `high` and texts beside the points, unless they are empty."""
 
     style: Style
     x: Sequence[float]
@@ -65,11 +56,7 @@ class Panel:
 def lines_figure(panels: Sequence[Panel], *, log_x: bool = False, log_y: bool = False, share_y: bool = False) -> Figure:
     """Plot panels in rows of two, with one legend for all of them.
 
-    Args:
-        panels: The panels.
-        log_x: Logarithmic x axes; otherwise they start at 0.
-        log_y: Logarithmic y axes.
-        share_y: Whether the panels of a row show the same quantity and share its scale.
+    X axes are logarithmic or start at 0. With share_y, the panels of a row show the same quantity and share its scale.
     """
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -97,11 +84,9 @@ def lines_figure(panels: Sequence[Panel], *, log_x: bool = False, log_y: bool = 
 
 
 def log_axis(axis: Axis, values: Sequence[float] | None = None) -> None:
-    """Make an axis logarithmic, with plain numbers (224, not 2.24·10²).
+    """Make an axis with its data logarithmic, with plain numbers (224, not 2.24·10²).
 
-    Args:
-        axis: The axis, with its data.
-        values: Where the ticks are; None = 1, 2, 5, 10, …, or 1, 10, 100, … over many decades.
+    The ticks are at `values`, or else at 1, 2, 5, 10, …, or 1, 10, 100, … over many decades.
     """
     axis._set_axes_scale("log")  # type: ignore[attr-defined]
     low, high = axis.get_data_interval()
@@ -137,13 +122,7 @@ def spread_figure(samples: Mapping[str, Sequence[float]], label: str) -> Figure:
 
 @plot_style
 def dots_figure(values: Mapping[str, Sequence[float | None]], names: Sequence[str], label: str) -> Figure:
-    """Plot one row per name, with one dot per attention.
-
-    Args:
-        values: Attention to one value per name; None = no dot.
-        names: Labels of the rows.
-        label: What the values are.
-    """
+    """Plot one row per name, with one dot per attention that has a value for it; `label` says what the values are."""
     figure = Figure(figsize=(WIDTH, 1.0 + 0.3 * len(names)))
     axes = figure.subplots()
     for attention, dots in values.items():

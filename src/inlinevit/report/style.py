@@ -81,13 +81,10 @@ SPARE_SHADES = ((0.0, 0.45), (1.0, 0.45), (0.0, 0.7), (1.0, 0.65))
 
 
 def styles_of(models: Mapping[str, str]) -> dict[str, Style]:
-    """Return a distinct style for each model.
+    """Return a distinct style for each model, from their names and attentions; unknown attentions are gray.
 
     The first model of an attention has the style of the attention. Further ones have shades of its color, and markers
     and dashes that no attention has.
-
-    Args:
-        models: Model name to attention. Unknown attentions are gray.
     """
     seen: Counter[str] = Counter()
     styles: dict[str, Style] = {}
@@ -135,14 +132,7 @@ def svg_bytes(figure: Figure) -> bytes:
 
 
 def save_figure(figure: Figure, folder: Path, name: str, svg: bytes | None = None) -> None:
-    """Write a figure as NAME.svg and NAME.png.
-
-    Args:
-        figure: The figure.
-        folder: The folder.
-        name: The name.
-        svg: svg_bytes(figure), if it is known.
-    """
+    """Write a figure as NAME.svg and NAME.png; `svg` is svg_bytes(figure), if it is known."""
     atomic_write_bytes(folder / f"{name}.svg", svg_bytes(figure) if svg is None else svg)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=PNG_DPI, bbox_inches="tight")
