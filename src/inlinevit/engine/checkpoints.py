@@ -26,8 +26,8 @@ from ..utils.validation import Range, check_fields, require
 MANIFEST = "manifest.json"
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
-# The weights in a checkpoint: averaged ones, if there are any, are preferred.
-WEIGHT_FILES = ("ema.safetensors", "model.safetensors")
+# The files of a checkpoint.
+TENSOR_FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
 # What the folder of a checkpoint is called; whatever else lies beside them is not ours.
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
@@ -235,7 +235,7 @@ def read_manifest(path: Path) -> tuple[Progress, dict[str, FileEntry]]:
     files, values = content["files"], content["progress"]
     require(isinstance(files, dict) and STATE in files, changed)
     for name, entry in files.items():
-        require(name in (STATE, "optimizer.safetensors", *WEIGHT_FILES), changed)
+        require(name in (STATE, *TENSOR_FILES), changed)
         require(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}, changed)
         require(type(entry["bytes"]) is int and isinstance(entry["sha256"], str), changed)
     require(isinstance(content["sha256"], str), changed)
@@ -291,7 +291,7 @@ def _undamaged_weights(path: Path) -> Path | None:
         _, entries = read_manifest(path)
     except (ValueError, OSError):
         return None
-    for name in WEIGHT_FILES:
+    for name in ("ema.safetensors", "model.safetensors"):
         if name in entries and _find_file_damage(path / name, entries[name]) is None:
             return path / name
     return None

@@ -103,9 +103,8 @@ class RunLogger:
             self.write(step, self.latest)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Write and print the metrics of an evaluation."""
+        """Write the metrics of an evaluation."""
         self.write(step, {f"{EVALUATION_PREFIX}{name}": value for name, value in metrics.items()})
-        self.line(step, metrics)
 
     def line(self, step: int, metrics: dict[str, float]) -> None:
         """Print one line on how far the run is, and how long it will take."""

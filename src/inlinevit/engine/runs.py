@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ..utils.files import read_json, read_yaml
 from ..utils.validation import require
-from .checkpoints import MANIFEST, WEIGHT_FILES, CheckpointFolder, find_damage
+from .checkpoints import MANIFEST, CheckpointFolder, find_damage
 from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK
 
@@ -19,6 +19,8 @@ RUN_CONFIG = "config.yaml"
 RUN_WEIGHTS = "model.safetensors"
 RUN_CHECKPOINTS = "checkpoints"
 BEST = "best"
+# In a checkpoint, averaged weights are preferred.
+CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 # Names the task of a run, its command and its further files.
 RUN_TASK = "task.json"
 # What every run writes into its folder, besides its checkpoints.
@@ -164,7 +166,7 @@ def run_weights(run: Path, checkpoint: str | None) -> Path:
 
 
 def _weights_in(checkpoint: Path) -> Path:
-    for name in WEIGHT_FILES:
+    for name in CHECKPOINT_WEIGHTS:
         if (checkpoint / name).is_file():
             return checkpoint / name
-    raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(WEIGHT_FILES)}: name a checkpoint or a file")
+    raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(CHECKPOINT_WEIGHTS)}: name a checkpoint or a file")

@@ -259,6 +259,7 @@ class Trainer:
         if improves and math.isfinite(value):
             self.progress.best, self.progress.best_step = value, step
         log.evaluation(step, metrics)
+        log.line(step, metrics)
         self.folder.save_evaluation(self.progress)
 
     def save(self) -> None:
