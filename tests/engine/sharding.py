@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress, find_damage
-from inlinevit.engine.distributed import run_on_main
-from inlinevit.engine.state import get_weights, is_sharded, pack, restore
+from inlinevit.engine.distributed import run_on_all, run_on_main
+from inlinevit.engine.state import get_weights, is_sharded, restore, save_shards
 from inlinevit.layers import Block
 from inlinevit.utils.seeding import set_seed
 from tests.engine.toy import CLASSES, MODELS, make_model
@@ -84,10 +84,13 @@ def shard_and_train(plain: dict[str, Any]) -> int:
         assert not torch.equal(weights["head.weight"], start["head.weight"])
         assert all(type(value) is Tensor for value in weights.values())
 
-    # What all processes gather and the main one writes, they read.
+    # What all processes write together, they read.
     checkpoints = CheckpointFolder(Path(plain["run"]["output"]))
-    files = pack(sharded, None, optimizers[1], accelerator)
-    path = run_on_main(accelerator, lambda: checkpoints.save(Progress(step=STEPS), files))
+    aside = run_on_main(accelerator, lambda: checkpoints.prepare(STEPS))
+    parts = run_on_all(accelerator, lambda: save_shards(aside, sharded, optimizers[1], accelerator))
+    written = {name: entry for entries, _ in parts for name, entry in entries.items()}
+    assert len(written) == accelerator.num_processes
+    path = run_on_main(accelerator, lambda: checkpoints.commit(Progress(step=STEPS), parts[0][1], written))
     assert find_damage(path) is None
     again = shard(make_model(name).double())
     again_optimizer = make_optimizer(again)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 
 from inlinevit.engine.checkpoints import entry_of, manifest_bytes, read_manifest
 from inlinevit.engine.runs import run_weights
+from inlinevit.engine.state import check_weights, shard_layout
 from tests.engine.running import ENVIRONMENT, TOY, Server, assert_same_run, final_tensors, metric_lines
 from tests.engine.toy import free_port, make_model, settings
 
@@ -159,23 +161,25 @@ SHARDED: dict[str, Any] = {
 
 @pytest.mark.parametrize("second", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4)), 2])
 def test_sharded_run_is_resumed_on_any_number_of_processes(server: Server, tmp_path: Path, second: int) -> None:
-    """Checkpoints, like the finished weights, have whole tensors."""
+    """Checkpoints are written by all processes; the finished weights are exported to one file."""
     server.run(settings(tmp_path / "whole", toy__batch_size=8, **{**SHARDED, "run__fsdp": False}))
     output = tmp_path / "run"
     stopped = server.start(settings(output, toy__batch_size=4, toy__events={"7": "SIGTERM"}, **SHARDED), processes=2)
     assert stopped.wait() == 128 + signal.SIGTERM, stopped.printed
     newest = max((output / "checkpoints").glob("step-*"))
-    assert {file.name for file in newest.iterdir()} == {
-        "model.safetensors",
-        "optimizer.safetensors",
-        "state.json",
-        "manifest.json",
-    }
-    # An unfinished run can be used.
+    assert len(list(newest.glob("shard-*.safetensors"))) == 2
+    assert not (newest / "model.safetensors").exists()
+    assert not [file for file in newest.iterdir() if file.suffix not in (".json", ".safetensors")]
+    # An unfinished run can be used: its weights are put into one file.
     with pytest.warns(UserWarning, match="is not finished"):
-        weights = safetensors.torch.load_file(run_weights(output, None))
-    own = make_model("inline_deit_tiny").state_dict()
-    assert {name: value.shape for name, value in weights.items()} == {name: own[name].shape for name in own}
+        merged = run_weights(output, None)
+    assert safetensors.torch.load_file(merged).keys() == make_model("inline_deit_tiny").state_dict().keys()
+    # With one shard less, it is refused.
+    shutil.copytree(newest, tmp_path / "incomplete")
+    max((tmp_path / "incomplete").glob("shard-*.safetensors")).unlink()
+    tensors = {f"model.{name}": value for name, value in make_model("inline_deit_tiny").state_dict().items()}
+    with pytest.raises(ValueError, match=r"lacks a part of|the checkpoint is of another model"):
+        check_weights(tensors, shard_layout(tmp_path / "incomplete"))
     server.run(settings(output, toy__batch_size=4, **SHARDED), processes=second)
     for ours, theirs in zip(metric_lines(output), metric_lines(tmp_path / "whole"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -191,7 +195,7 @@ def test_sharded_checkpoint_that_is_damaged_or_edited(server: Server, tmp_path: 
     changes: dict[str, Any] = {**SHARDED, "toy__batch_size": 4, "schedule__epochs": 1}
     server.run(settings(output, **changes), processes=2)
     path = max((output / "checkpoints").glob("step-*"))
-    shard = path / "optimizer.safetensors"
+    shard = path / "shard-00002-model-00001-of-00001.safetensors"
     whole, manifest = shard.read_bytes(), (path / "manifest.json").read_bytes()
 
     def message(**more: Any) -> str:
@@ -204,7 +208,11 @@ def test_sharded_checkpoint_that_is_damaged_or_edited(server: Server, tmp_path: 
     assert f"{shard.name} has changed since it was written" in message()
     shard.unlink()
     assert f"{shard.name} is missing" in message()
+    # The manifest knows nothing of it, so the rest is as it should be, but incomplete.
     progress, entries = read_manifest(path)
+    del entries[shard.name]
+    (path / "manifest.json").write_bytes(manifest_bytes(progress, entries))
+    assert "the checkpoint is of another model" in message() or "lacks a part of" in message()
     for content in (safetensors.torch.save({"model.head.bias": torch.ones(3)}), b"\xff" * 64, b""):
         shard.write_bytes(content)
         (path / "manifest.json").write_bytes(manifest_bytes(progress, {**entries, shard.name: entry_of(content)}))

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from ..utils.validation import Range, check_fields, require
 MANIFEST = "manifest.json"
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
-# The files of a checkpoint.
-TENSOR_FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
+# The files of a checkpoint: one for each set of tensors or, if they are sharded, one for each process.
+TENSOR_FILE = re.compile(r"(?:model|ema|optimizer|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors")
 # What the folder of a checkpoint is called; whatever else lies beside them is not ours.
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}")
 FORMAT = 1
@@ -108,16 +108,30 @@ class CheckpointFolder:
         # The run may have been killed before it marked the best checkpoint.
         self.mark_best(progress)
 
-    def save(self, progress: Progress, files: Mapping[str, bytes]) -> Path:
-        """Write a checkpoint with files of these contents, by name, then remove old ones; returns its folder."""
+    def prepare(self, step: int) -> Path:
+        """Make the empty folder in which the files of a checkpoint are written before it is committed."""
+        aside = self.folder / f"{UNFINISHED}step-{step:08d}"
+        with disk_full_errors(aside):
+            self.clean()
+            aside.mkdir(parents=True)
+        return aside
+
+    def commit(
+        self, progress: Progress, files: Mapping[str, bytes], written: Mapping[str, FileEntry] | None = None
+    ) -> Path:
+        """Complete a checkpoint that was prepared, then remove old ones; returns its folder.
+
+        Args:
+            progress: How far the run has come.
+            files: Contents of files to write, by name.
+            written: Files that are in the prepared folder already.
+        """
         path = self.folder / f"step-{progress.step:08d}"
         aside = self.folder / f"{UNFINISHED}{path.name}"
-        entries = {name: entry_of(content) for name, content in files.items()}
+        entries = {**(written or {}), **{name: entry_of(content) for name, content in files.items()}}
         contents = {**files, MANIFEST: manifest_bytes(progress, entries)}
         try:
             with disk_full_errors(path):
-                self.clean()
-                aside.mkdir(parents=True)
                 for name, content in contents.items():
                     write_bytes(aside / name, content)
                 fsync_dir(aside)
@@ -130,6 +144,11 @@ class CheckpointFolder:
             raise
         self._prune(path)
         return path
+
+    def save(self, progress: Progress, files: Mapping[str, bytes]) -> Path:
+        """Write a checkpoint whose files are all in memory; see prepare and commit."""
+        self.prepare(progress.step)
+        return self.commit(progress, files)
 
     def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""
@@ -215,6 +234,11 @@ def entry_of(content: bytes) -> FileEntry:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
+def sha256_of(stream: Any) -> str:
+    """Return the hash of an open file."""
+    return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def manifest_bytes(progress: Progress, files: Mapping[str, FileEntry]) -> bytes:
     """Return the content of a manifest."""
     content = {"format": FORMAT, "progress": asdict(progress), "files": dict(sorted(files.items()))}
@@ -235,7 +259,7 @@ def read_manifest(path: Path) -> tuple[Progress, dict[str, FileEntry]]:
     files, values = content["files"], content["progress"]
     require(isinstance(files, dict) and STATE in files, changed)
     for name, entry in files.items():
-        require(name in (STATE, *TENSOR_FILES), changed)
+        require(name == STATE or TENSOR_FILE.fullmatch(name) is not None, changed)
         require(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}, changed)
         require(type(entry["bytes"]) is int and isinstance(entry["sha256"], str), changed)
     require(isinstance(content["sha256"], str), changed)
@@ -272,9 +296,7 @@ def _find_file_damage(file: Path, entry: FileEntry) -> str | None:
     """Return what is wrong with a file; None if it is as it was written."""
     try:
         with open_regular(file) as stream:
-            # typeshed asks for more than file_digest needs.
-            digest = hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
-            if os.fstat(stream.fileno()).st_size == entry["bytes"] and digest == entry["sha256"]:
+            if os.fstat(stream.fileno()).st_size == entry["bytes"] and sha256_of(stream) == entry["sha256"]:
                 return None
     except FileNotFoundError:
         return f"{file.name} is missing"

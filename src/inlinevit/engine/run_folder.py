@@ -11,7 +11,7 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 
-from ..utils.atomic import atomic_write_bytes, atomic_write_json, finite, make_output_dir
+from ..utils.atomic import atomic_write_bytes, atomic_write_json, disk_full_errors, finite, make_output_dir
 from ..utils.validation import require
 from .checkpoints import MANIFEST, CheckpointFolder, Progress, archive_folder, find_damage, pack_weights
 from .config import TrainConfig, check_unchanged, read_plain, to_plain
@@ -27,7 +27,7 @@ from .runs import (
     is_run,
     task_of,
 )
-from .state import get_weights, is_sharded, pack, restore
+from .state import get_weights, is_sharded, pack, restore, save_shards
 
 
 class RunFolder:
@@ -140,14 +140,21 @@ class RunFolder:
 
     def save(self, progress: Progress, model: nn.Module, ema: nn.Module | None, optimizer: Any) -> None:
         """Write a checkpoint; arguments as for begin."""
-        if is_sharded(model):
-            files = pack(model, ema, optimizer, self.accelerator)
-            run_on_main(self.accelerator, lambda: self.checkpoints.save(progress, files))
+        if not is_sharded(model):
+            run_on_main(
+                self.accelerator,
+                lambda: self.checkpoints.save(progress, pack(model, ema, optimizer, self.accelerator)),
+            )
             return
-        run_on_main(
-            self.accelerator,
-            lambda: self.checkpoints.save(progress, pack(model, ema, optimizer, self.accelerator)),
-        )
+        aside = run_on_main(self.accelerator, lambda: self.checkpoints.prepare(progress.step))
+
+        def write() -> Any:
+            with disk_full_errors(aside):
+                return save_shards(aside, model, optimizer, self.accelerator)
+
+        parts = run_on_all(self.accelerator, write)
+        written = {name: entry for entries, _ in parts for name, entry in entries.items()}
+        run_on_main(self.accelerator, lambda: self.checkpoints.commit(progress, parts[0][1], written))
 
     def save_evaluation(self, progress: Progress) -> None:
         """Add the result of an evaluation to the newest checkpoint."""

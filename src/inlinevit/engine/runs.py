@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
+
+from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_json, read_yaml
 from ..utils.validation import require
-from .checkpoints import MANIFEST, CheckpointFolder, find_damage
+from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
 from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK
 
@@ -169,4 +172,22 @@ def _weights_in(checkpoint: Path) -> Path:
     for name in CHECKPOINT_WEIGHTS:
         if (checkpoint / name).is_file():
             return checkpoint / name
+    if next(checkpoint.glob("shard-*.safetensors"), None) is not None:
+        return _merged(checkpoint)
     raise FileNotFoundError(f"{checkpoint} holds no {' or '.join(CHECKPOINT_WEIGHTS)}: name a checkpoint or a file")
+
+
+def _merged(checkpoint: Path) -> Path:
+    """Return the weights of a sharded checkpoint as one file, which is written beside the checkpoint if missing."""
+    # Imported here: torch.distributed is slow to import, and sharded checkpoints are rare.
+    from .state import read_shards, shard_layout
+
+    checkpoint = checkpoint.resolve()
+    file = checkpoint.parent / f"{checkpoint.name}.safetensors"
+    if not file.is_file() or file.stat().st_mtime < (checkpoint / MANIFEST).stat().st_mtime:
+        layout = {name: value for name, value in shard_layout(checkpoint).items() if name.startswith("model.")}
+        tensors = {name: torch.empty_like(value, device="cpu") for name, value in layout.items()}
+        read_shards(checkpoint, tensors)
+        weights = {name.removeprefix("model."): value for name, value in tensors.items()}
+        atomic_write_bytes(file, pack_weights(weights))
+    return file

@@ -1,14 +1,18 @@
 """Weights and states of models and optimizers, sharded or not: to files and back."""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -17,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from .checkpoints import LARGEST_COUNT, pack_state, pack_weights, read_state, read_weights
+from .checkpoints import LARGEST_COUNT, FileEntry, pack_state, pack_weights, read_state, read_weights, sha256_of
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -83,7 +87,7 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
     return _copied(model.state_dict())
 
 
-def whole_tensor(tensor: Any) -> Any:
+def whole_tensor(tensor: Tensor) -> Tensor:
     """A tensor that may be sharded, as an ordinary one; with a sharded one, every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -102,64 +106,29 @@ def _copied(weights: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def pack(model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> dict[str, bytes]:
-    """Return the files of a checkpoint; with a sharded model, every process must call this, and the main one gets them.
-
-    Args:
-        model: The model.
-        ema: The model with averaged weights, if there is one.
-        optimizer: The model's optimizer, as accelerate has prepared it.
-        accelerator: The processes.
-    """
+    """Return the files of a checkpoint of a model that is not sharded; arguments as for RunFolder.begin."""
     models = {"model": model} if ema is None else {"model": model, "ema": ema}
     weights = {f"{name}.safetensors": pack_weights(get_weights(module)) for name, module in models.items()}
-    state: dict[str, Any] = optimizer.optimizer.state_dict()
-    if is_sharded(model):
-        state = {}
-        for name, value in _sharded_state(model, optimizer).items():
-            # One after the other, because all of them may not fit into the memory of a device.
-            whole = whole_tensor(value)
-            if accelerator.is_main_process:
-                state[name] = whole.cpu() if isinstance(whole, Tensor) else whole
-    return {**weights, **pack_state(_with_scaler(state, accelerator))}
+    return {**weights, **pack_state(_with_scaler(optimizer.optimizer.state_dict(), accelerator))}
 
 
 def restore(path: Path, model: nn.Module, ema: nn.Module | None, optimizer: Any, accelerator: Accelerator) -> None:
-    """Load a checkpoint; a sharded model may have been saved by any number of processes.
+    """Load a checkpoint, for sharded models and others.
 
     Raises:
         ValueError: It does not fit.
     """
-    # All processes together, before one of them can fail.
-    own = _sharded_state(model, optimizer) if is_sharded(model) else None
+    if is_sharded(model):
+        _load_shards(path, model, optimizer, accelerator)
+        return
     models = {"model": model} if ema is None else {"model": model, "ema": ema}
     weights = {name: read_weights(path, name) for name in models}
     for name, module in models.items():
         check_weights(get_model_state_dict(module), weights[name])
     # The optimizer first, because finding out what its state looks like changes weights.
-    if own is not None:
-        state = _placed_like(own, _read_like(path, own, accelerator))
-        set_optimizer_state_dict(model, optimizer.optimizer, state, options=SHARDED)
-        set_model_state_dict(model, _placed_like(get_model_state_dict(model), weights["model"]), options=SHARDED)
-        return
     optimizer.optimizer.load_state_dict(_read_like(path, _stepped_state(optimizer.optimizer), accelerator))
     for name, module in models.items():
         set_model_state_dict(module, dict[str, Any](weights[name]), options=FULL)
-
-
-def _sharded_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return the state of an optimizer by parameter names; an optimizer without a state takes a step first."""
-    return get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
-
-
-def _placed_like(own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of which tensors are sharded as our own are, by name."""
-    placed = dict(values)
-    for name, tensor in own.items():
-        if isinstance(tensor, DTensor):
-            value = values[name].to(tensor.device)
-            # Every process has read the whole tensor, and takes its part.
-            placed[name] = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    return placed
 
 
 def _with_scaler(state: Any, accelerator: Accelerator) -> dict[str, Any]:
@@ -189,13 +158,17 @@ def _read_like(path: Path, own: dict[str, Any], accelerator: Accelerator) -> dic
         if values:
             raise ValueError(f"{min(values)[:100]} is unknown")
     except ValueError as error:
-        raise ValueError(
-            f"the state in checkpoint {path} is not that of this run's optimizer ({error}): resume with the settings "
-            "it was written with, or from another checkpoint"
-        ) from None
+        raise _mismatch(path, error) from None
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     return state["optimizer"]
+
+
+def _mismatch(path: Path, error: ValueError) -> ValueError:
+    return ValueError(
+        f"the state in checkpoint {path} is not that of this run's optimizer ({error}): resume with the settings it "
+        "was written with, or from another checkpoint"
+    )
 
 
 def _like(own: Any, values: dict[str, Any], name: str = "") -> Any:
@@ -228,8 +201,104 @@ def _like(own: Any, values: dict[str, Any], name: str = "") -> Any:
             raise ValueError(f"{name} is {given!r:.40} in place of a finite number")
     elif type(given) is not type(own) or given != own:
         raise ValueError(f"{name} is {given!r:.40} in place of {own!r:.40}")
-    if name.endswith(".step"):
-        step = given.item() if isinstance(given, Tensor) else given
-        if not 0 <= step < LARGEST_COUNT:
-            raise ValueError(f"{name} is {step!r:.40}, which is not a number of steps")
+    _check_step(name, given)
     return given
+
+
+def _check_step(name: str, value: Any) -> None:
+    """Refuse a number of steps that no optimizer can have taken."""
+    step = value.item() if isinstance(value, Tensor) and name.endswith(".step") else value
+    if name.endswith(".step") and not 0 <= step < LARGEST_COUNT:
+        raise ValueError(f"{name} is {step!r:.40}, which is not a number of steps")
+
+
+def save_shards(
+    folder: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator
+) -> tuple[dict[str, FileEntry], dict[str, bytes]]:
+    """Write this process's part of a sharded model and of its optimizer's state; every process must call this.
+
+    Returns:
+        The file that was written, and the files, not yet written, with what is the same in all processes.
+    """
+    tensors, values = _split(model, optimizer)
+    try:
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:
+        for problem, _ in error.failures.values():
+            if isinstance(problem, OSError):
+                raise problem from error
+        raise
+    file = folder / f"shard-{accelerator.process_index + 1:05d}-model-00001-of-00001.safetensors"
+    entries = {}
+    if file.is_file():
+        with file.open("rb") as stream:
+            entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(stream)}
+    return entries, pack_state(_with_scaler(values, accelerator))
+
+
+def _split(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a model and its optimizer, named "model.…" and "optimizer.…", and the optimizer's values.
+
+    An optimizer without a state takes a step first.
+    """
+    weights = get_model_state_dict(model, options=SHARDED)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer.optimizer, options=SHARDED)
+    tensors: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
+    tensors |= {f"optimizer.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _load_shards(path: Path, model: nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
+    """Load what save_shards has written, on any number of processes."""
+    tensors, values = _split(model, optimizer)
+    values = _read_like(path, values, accelerator)
+    check_weights(tensors, shard_layout(path))
+    read_shards(path, tensors)
+    weights, states = (
+        {name.removeprefix(prefix): cast(Any, value) for name, value in tensors.items() if name.startswith(prefix)}
+        for prefix in ("model.", "optimizer.")
+    )
+    try:
+        for name, value in states.items():
+            _check_step(name, value)
+    except ValueError as error:
+        raise _mismatch(path, error) from None
+    set_model_state_dict(model, weights, options=SHARDED)
+    set_optimizer_state_dict(model, optimizer.optimizer, states | values, options=SHARDED)
+
+
+def read_shards(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read tensors of a sharded checkpoint in place; they have the names and shapes of its shard_layout()."""
+    try:
+        with warnings.catch_warnings():
+            # Reading in a single process is what is wanted there.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            reader = HuggingFaceStorageReader(str(path))
+            dcp.load(dict[str, Any](tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    # Files that were edited fail in many ways.
+    except (CheckpointException, Exception) as error:
+        raise ValueError(
+            f"the shards of checkpoint {path} do not fit together ({str(error)[:200]}): resume from another one"
+        ) from None
+
+
+def shard_layout(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a sharded checkpoint by name, without their values, on the meta device.
+
+    Raises:
+        ValueError: The files are not valid, or shards are missing.
+    """
+    try:
+        stored: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        sizes = {name: sum(math.prod(chunk.sizes) for chunk in tensor.chunks) for name, tensor in stored.items()}
+    # safetensors raises errors of its own, and headers can hold anything.
+    except Exception as error:
+        raise ValueError(
+            f"the shards of checkpoint {path} are not valid ({str(error)[:200]}): choose another"
+        ) from None
+    for name, tensor in stored.items():
+        if sizes[name] != math.prod(tensor.size):
+            raise ValueError(f"checkpoint {path} lacks a part of {name[:100]}: resume from another one")
+    return {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta") for name, tensor in stored.items()
+    }
