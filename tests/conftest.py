@@ -3,8 +3,20 @@
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsers_are_made_once() -> Iterator[None]:
+    """Making the parser of a task's command takes most of half a second: the tests share one."""
+    from inlinevit.cli import eval, predict, train
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (train, eval, predict):
+            patch.setattr(module, "make_parser", cache(module.make_parser))
+        yield
 
 
 @pytest.fixture(scope="session")

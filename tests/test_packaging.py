@@ -117,10 +117,12 @@ def test_the_wheel_holds_all_package_data(installed: Path) -> None:
 def test_commands_run_from_an_empty_folder_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     """As after `pip install`: nothing of the repository is on the path."""
     script = (
-        "import sys, shlex, inlinevit\n"
+        "import os, sys, shlex, inlinevit\n"
         "from inlinevit.cli import main\n"
         "print(inlinevit.__file__)\n"
         "for line in sys.argv[1:]: main(shlex.split(line))\n"
+        # Python would take a second or two to tear down all modules.
+        "sys.stdout.flush(); os._exit(0)\n"
     )
     lines = (
         "recipes",
@@ -128,7 +130,7 @@ def test_commands_run_from_an_empty_folder_with_the_wheel_alone(installed: Path,
         "models",
         "models --task detection --json",
         "train --config embedded --schedule.steps 2 --schedule.warmup 0 --run.eval_every 2 "
-        "--data.max_train_samples 100 --model.kwargs.depth 1",
+        "--data.max_train_samples 100 --model.kwargs.depth 1 --model.kwargs.embed_dim 16 --model.kwargs.num_heads 2",
         "eval runs/embedded",
     )
     environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -3,6 +3,7 @@
 Starting Python and importing torch takes seconds, so `serve` imports once and forks a process for each run.
 """
 
+import atexit
 import json
 import os
 import random
@@ -11,10 +12,11 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import timm
@@ -263,13 +265,18 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def serve(jobs: dict[str, Callable[[dict[str, Any]], int]]) -> int | None:
+def leave(code: int) -> NoReturn:
+    """End a forked process as Python would, but without the second or two that it takes to tear down all modules."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve(jobs: dict[str, Callable[[dict[str, Any]], int]]) -> None:
     """Fork processes for each line of stdin and tell their ids; then, when all have ended, how.
 
     A line is {"job": …, "settings": …, "processes": …, "output": file for what they print}.
-
-    Returns:
-        In a forked process, its exit code; None at the end of stdin.
     """
     for line in sys.stdin:
         request = json.loads(line)
@@ -288,12 +295,15 @@ def serve(jobs: dict[str, Callable[[dict[str, Any]], int]]) -> int | None:
                     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
                     os.environ |= {name: str(value) for name, value in names.items()}
                     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                return jobs[request["job"]](request["settings"])
+                try:
+                    leave(jobs[request["job"]](request["settings"]))
+                except BaseException:
+                    traceback.print_exc()
+                    leave(1)
             ids.append(identity)
         print(json.dumps(ids), flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(identity, 0)[1]) for identity in ids]
         print(json.dumps(codes), flush=True)
-    return None
 
 
 def main() -> None:
@@ -302,7 +312,7 @@ def main() -> None:
         sys.exit(run(json.loads(Path(sys.argv[1]).read_text())))
     from tests.engine.sharding import shard_and_train
 
-    sys.exit(serve({"train": run, "shard": shard_and_train}))
+    serve({"train": run, "shard": shard_and_train})
 
 
 if __name__ == "__main__":
