@@ -22,10 +22,10 @@ demo: install  ## train softmax, linear and InLine attention side by side, minut
 
 # One torch thread a worker: the workers are the parallelism.
 test: install  ## run the fast tests (ARGS="-k swin" goes to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-slow: install  ## run the slow tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)
 
 faults: install  ## kill, starve, damage and disturb training runs, and print a table; 20 minutes (docs/reliability.md)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/faults.py $(ARGS)

@@ -201,7 +201,7 @@ def test_too_few_data_for_a_step(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"one step of 128 samples: choose a smaller --data\.batch_size or --run\.grad"
     ):
-        make_trainer(settings(tmp_path / "run", toy__batch_size=64))
+        make_trainer(settings(tmp_path / "run", toy__batch_size=32, run__grad_accum_steps=4))
 
 
 def test_checkpoints_by_time(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def run(tmp_path: Path) -> str:
     safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
     (folder / "config.yaml").write_text("model: {name: test_vit, img_size: 32}\n")
     (folder / "classes.json").write_text(json.dumps(['a "dog", big', "[bold]cät[/bold]", "x\ny"]))
+    (folder / "task.json").write_text(json.dumps({"name": "classification", "files": ["classes.json"]}))
     return str(folder)
 
 
