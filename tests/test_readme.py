@@ -12,7 +12,9 @@ from inlinevit.cli.commands import Command, resolve
 from tests import ROOT, slow_except
 
 from .tasks.detection.conftest import draw_coco
+from .tasks.detection.runs import make_run as make_detection_run
 from .tasks.segmentation.conftest import draw_ade
+from .tasks.segmentation.runs import make_run as make_segmentation_run
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -49,8 +51,26 @@ SMALLER = {
 @pytest.mark.parametrize(
     "code", slow_except(BLOCKS, *(code for code in BLOCKS if "mask_rcnn(" not in code)), ids=range(len(BLOCKS))
 )
-def test_python_blocks_run(code):
+def test_python_blocks_run(code, request, monkeypatch):
+    if "inlinevit.load(" in code:
+        monkeypatch.chdir(request.getfixturevalue("runs"))
     exec(compile(code, "block", "exec"), {})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with photos and the runs that the documents load: the first of the README, a detector, a segmenter."""
+    folder = tmp_path_factory.mktemp("runs")
+    generator = np.random.default_rng(0)
+    (folder / "photos").mkdir()
+    for name in ("photo.jpg", "photos/1.jpg", "photos/2.jpg"):
+        Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        cli.main(shortened(next(words for words in shell_lines(README) if words[:2] == ["inlinevit", "train"])))
+    make_detection_run(folder / "runs/detector", box_score_thresh=0.0)
+    make_segmentation_run(folder / "runs/segmenter")
+    return folder
 
 
 @pytest.mark.parametrize(

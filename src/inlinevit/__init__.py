@@ -11,7 +11,16 @@ import wrapt
 
 __version__ = "0.1.0"
 
-__all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops", "optimize_for_inference"]
+__all__ = [
+    "InLineAttention",
+    "__version__",
+    "layers",
+    "load",
+    "load_checkpoint",
+    "models",
+    "ops",
+    "optimize_for_inference",
+]
 
 __getattr__, _, _ = lazy_loader.attach(
     __name__,
@@ -20,6 +29,7 @@ __getattr__, _, _ = lazy_loader.attach(
         "layers": ["InLineAttention"],
         "models": ["load_checkpoint"],
         "models.inference": ["optimize_for_inference"],
+        "tasks.loading": ["load"],
     },
 )
 

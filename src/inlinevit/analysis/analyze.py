@@ -192,7 +192,7 @@ def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         built = build_model(config, num_classes).eval()
-    return ClassificationPredictor(built, config.name, num_classes, None, input_spec(config))
+    return ClassificationPredictor(built, config.name, config, num_classes, None, input_spec(config))
 
 
 def analyze_command(

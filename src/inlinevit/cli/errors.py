@@ -8,21 +8,10 @@ from argparse import ArgumentError
 from typing import TextIO
 
 from ..engine.errors import RunEnded, Stopped
+from ..utils.extras import missing_extra
 from ..utils.validation import did_you_mean
 
 TRACEBACK = "INLINEVIT_TRACEBACK"
-# Packages that not everybody needs, and the extra that installs them.
-EXTRAS = {
-    "jsonargparse": "cli",
-    "rich": "cli",
-    "accelerate": "train",
-    "jinja2": "train",
-    "matplotlib": "train",
-    "torchmetrics": "train",
-    "yaml": "train",
-    "pycocotools": "detection",
-    "segmentation_models_pytorch": "segmentation",
-}
 
 
 def report_error(error: Exception, options: list[str]) -> int:
@@ -41,7 +30,7 @@ def report_error(error: Exception, options: list[str]) -> int:
         return print_error(f"error: {error.filename or 'a file'} cannot be used ({error.strerror}): check the path", 1)
     if isinstance(error, ValueError | OSError):
         return print_error(f"error: {message}", 1)
-    if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
+    if (extra := missing_extra(error)) is not None:
         return print_error(f"error: {message}: pip install 'inlinevit[{extra}]'", 1)
     if isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", message):
         return print_error("error: another process has ended before this one: see its message", 1)

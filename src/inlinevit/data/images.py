@@ -7,11 +7,12 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
@@ -152,14 +153,18 @@ def _steps_of_a_byte(image: Image.Image) -> int:
 def _from_floats(image: Image.Image, stored: Image.Image) -> Image.Image:
     """Convert an image of floating-point numbers from 0 (black) to 1 (white) to 8 bits."""
     _refuse_inverted(stored)
-    values = np.asarray(image)
+    return Image.fromarray(bytes_from_floats(np.asarray(image)))
+
+
+def bytes_from_floats(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return pixels from 0 to 1 as bytes; others are refused."""
     # NaN fails both comparisons.
     if not (values.min() >= 0 and values.max() <= 1):
         raise ValueError(
             f"its pixels are floating-point numbers from {values.min():g} to {values.max():g}, which do not tell what "
             "is black and white: scale them to 0 … 1, or save it with 8 or 16 bits"
         )
-    return Image.fromarray((values * 255 + 0.5).astype(np.uint8))
+    return (values * 255 + 0.5).astype(np.uint8)
 
 
 def _refuse_inverted(image: Image.Image) -> None:
@@ -205,7 +210,7 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.files)
 
-    def open(self, index: int) -> ImageFile:
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
         """Open an image without decoding it; any error means that it cannot be used."""
         path, problem = self.files[index]
         if problem:
@@ -228,7 +233,7 @@ def find_images(arguments: Iterable[str]) -> dict[str, str]:
     files: dict[str, str] = {}
     seen: set[str] = set()
     for argument in arguments:
-        for path, problem in _expand(argument):
+        for path, problem in expand_argument(argument):
             place = os.path.abspath(path)
             if place not in seen:
                 seen.add(place)
@@ -236,10 +241,14 @@ def find_images(arguments: Iterable[str]) -> dict[str, str]:
     return files
 
 
-def _expand(argument: str) -> Iterator[tuple[str, str]]:
+def is_pattern(argument: str) -> bool:
+    """Whether an argument is a glob pattern, and not the name of a file or a folder."""
+    return glob.has_magic(argument) and not os.path.exists(argument)
+
+
+def expand_argument(argument: str) -> Iterator[tuple[str, str]]:
     """Yield the files that one argument means, each with what is wrong with it."""
-    is_pattern = glob.has_magic(argument) and not os.path.exists(argument)
-    matches = sorted(glob.glob(argument, recursive=True)) if is_pattern else [argument]
+    matches = sorted(glob.glob(argument, recursive=True)) if is_pattern(argument) else [argument]
     if not matches:
         yield argument, "nothing matches this pattern"
     for match in matches:

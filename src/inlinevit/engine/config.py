@@ -2,14 +2,15 @@
 
 import typing
 from argparse import ArgumentError
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from ..utils.files import read_yaml
-from ..utils.validation import Range, check_fields, check_value, require
+from ..utils.validation import Range, check_fields, check_value, did_you_mean, require
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -208,6 +209,9 @@ class DataOptions:
 class CommandOptions:
     """Options of `eval` and `predict`."""
 
+    # Options that say which model is loaded, and where results are written: a Predictor that is called has neither.
+    command_only: ClassVar[tuple[str, ...]] = ("checkpoint", "device", "format", "output")
+
     checkpoint: str | None = None
     """"best" or a checkpoint of the run; null = the final weights."""
     device: str | None = None
@@ -246,6 +250,31 @@ class DrawingPredictOptions(CommandOptions):
 
     output: str
     """Folder for the drawings and predictions.json."""
+
+
+def fill_options(kind: Any, given: Mapping[str, Any], known: Sequence[str]) -> Any:
+    """Return options with values given by name; those of a section are given as a dict.
+
+    Args:
+        kind: A dataclass. If results would be written to files, the caller writes none: output is empty.
+        given: The values.
+        known: The names that may be given.
+
+    Raises:
+        TypeError: There is no such option.
+        ValueError: A value is wrong.
+    """
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {"output": ""} if issubclass(kind, DrawingPredictOptions) else {}
+    for name, value in given.items():
+        if name not in known:
+            near = did_you_mean(name, known) or f"the options are {', '.join(known)}"
+            raise TypeError(f"there is no option {name}: {near}")
+        section = hints[name]
+        if is_dataclass(section) and isinstance(value, Mapping):
+            value = fill_options(section, value, [one.name for one in fields(section)])
+        values[name] = value
+    return kind(**values)
 
 
 @dataclass

@@ -1,18 +1,19 @@
 """Prediction: one loop and one command for all tasks."""
 
 import io
+import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.images import (
     ImageFiles,
@@ -23,8 +24,10 @@ from ..data.images import (
     printable,
     unique_names,
 )
+from ..data.inputs import ImageInput, ImageInputs
 from ..utils.atomic import atomic_text_writer, atomic_write_png, disk_full_errors, json_list_writer, make_output_dir
-from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions
+from ..utils.validation import require
+from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions, fill_options
 from .evaluator import EvalData, Evaluator
 from .outputs import check_output_file, check_output_folder
 from .results import CLASS_WRITERS, Prediction, Result
@@ -38,23 +41,105 @@ PREDICTIONS_JSON = "predictions.json"
 
 @dataclass
 class Predictor(ABC, Generic[Result]):
-    """A model that is ready to use.
+    """A model that is ready to use; calling it predicts images.
 
     Attributes:
-        model: In evaluation mode, on the CPU.
+        model: In evaluation mode; where it is, images are predicted.
         name: What the model is called.
+        config: The configuration of its run, or of the model if there is no run.
     """
 
     model: nn.Module
     name: str
+    config: Any
 
+    # The task's options of `predict`.
+    options_class: ClassVar[type[CommandOptions]]
     # Images with more pixels are refused; None = Pillow's limit.
     max_pixels: ClassVar[int | None] = None
+
+    def __call__(self, images: ImageInput | Iterable[ImageInput], **options: Any) -> Any:
+        """Predict images, as `inlinevit predict` does.
+
+        Args:
+            images: A path, a PIL image, an array (height, width, channels), a tensor (channels, height, width), a list
+                of these, a folder, or a glob pattern. Arrays and tensors may also be (height, width); their numbers are
+                uint8, uint16, or floats from 0 to 1.
+            **options: The task's options of `predict`, such as top, threshold or batch_size.
+
+        Returns:
+            The Prediction of one image; of a list, a folder or a pattern, a list of predictions in its order. Each
+            holds its image: use `stream` for more images than fit into memory.
+
+        Raises:
+            OSError: The file of a single image does not exist.
+            TypeError: Something is not an image, or there is no such option.
+            ValueError: A single image cannot be used, or an option has a wrong value. In a list, a folder or a pattern,
+                images that cannot be used have an `error` instead of a `result`.
+        """
+        inputs = ImageInputs(images)
+        predictions = list(predict(self, inputs, self._make_options(options), self.device))
+        if not inputs.is_single:
+            return predictions
+        (only,) = predictions
+        if only.error is not None:
+            is_missing = isinstance(images, str | os.PathLike) and not os.path.exists(images)
+            raise FileNotFoundError(only.error) if is_missing else ValueError(only.error)
+        return only
+
+    def stream(self, images: ImageInput | Iterable[ImageInput], **options: Any) -> Iterator[Prediction[Result]]:
+        """Predict images one batch after the other, without keeping them.
+
+        Args:
+            images: See `__call__`.
+            **options: See `__call__`.
+
+        Returns:
+            An iterator of a prediction for each image; those that cannot be used have an `error`.
+        """
+        return predict(self, ImageInputs(images), self._make_options(options), self.device)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the model to a device, such as cuda, and return this predictor."""
+        self.model.to(resolve_device(str(device)))
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def transform(self) -> "InputTransform":
+        """From an image, of any kind that the predictor takes, to the input of the model, without the batch."""
+        return InputTransform(self.mode, self.max_pixels, self.to_tensor)
+
+    @property
+    @abstractmethod
+    def classes(self) -> list[str]:
+        """The names of the classes, by index."""
+
+    @property
+    @abstractmethod
+    def to_tensor(self) -> Callable[[Image.Image], Tensor]:
+        """From an image in the colour mode of this predictor to the input of the model, without the batch."""
 
     @property
     def mode(self) -> str:
         """Pillow's name of the colour mode that images are converted to."""
         return "RGB"
+
+    def _make_options(self, given: Mapping[str, Any]) -> CommandOptions:
+        """Return the options of a call."""
+        kind = self.options_class
+        refused = [name for name in given if name in kind.command_only]
+        if refused:
+            raise TypeError(
+                f"{refused[0]} is not an option of a call: inlinevit.load takes what concerns the model, and results "
+                "are returned, not written"
+            )
+        return fill_options(kind, given, [one.name for one in fields(kind) if one.name not in kind.command_only])
 
     @abstractmethod
     def predict_images(self, images: list[Image.Image], options: Any, device: torch.device) -> list[Result | None]:
@@ -95,6 +180,34 @@ class Rendering:
     drawings: dict[str, Image.Image]
     record: dict[str, Any]
     summary: str
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """From an image to the input of a model; without the model, so that data workers can have it.
+
+    Attributes:
+        mode: The colour mode that images are converted to.
+        max_pixels: Images with more pixels are refused; None = Pillow's limit.
+        to_tensor: From an image in that mode to the input.
+    """
+
+    mode: str
+    max_pixels: int | None
+    to_tensor: Callable[[Image.Image], Tensor]
+
+    def __call__(self, image: ImageInput) -> Tensor:
+        """Return the input for one image: a path, a PIL image, an array or a tensor.
+
+        Raises:
+            ValueError: It cannot be used.
+        """
+        inputs = ImageInputs(image)
+        require(inputs.is_single, "transform takes one image: call it for each")
+        (read,) = read_images(inputs, self.mode, self.max_pixels)
+        if read.image is None:
+            raise ValueError(read.error)
+        return self.to_tensor(read.image)
 
 
 class DrawingPredictor(Predictor[Result]):

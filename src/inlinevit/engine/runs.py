@@ -108,7 +108,7 @@ def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
         problem = f"{folder} holds no {RUN_CONFIG}" if path.is_dir() else f"no folder at {folder}"
         raise FileNotFoundError(f"{problem}: name the folder of a {task} run")
     # Without task.json, the configuration decides.
-    stored = _read_task(path)
+    stored = stored_task(path)
     name, command = stored.get("name", task), stored.get("command", "inlinevit")
     require(name == task, f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
     try:
@@ -123,7 +123,7 @@ def task_of(config_class: type) -> str:
     return config_class.__name__.removesuffix("Config").lower()
 
 
-def _read_task(folder: Path) -> dict[str, Any]:
+def stored_task(folder: Path) -> dict[str, Any]:
     """Return the content of task.json; empty if the file is missing or damaged."""
     try:
         content = read_json(folder / RUN_TASK)
@@ -134,7 +134,7 @@ def _read_task(folder: Path) -> dict[str, Any]:
 
 def metadata_files(folder: Path) -> list[str]:
     """Return the names of the task's files in the folder of a run."""
-    names = _read_task(folder).get("files")
+    names = stored_task(folder).get("files")
     return [str(name) for name in names] if isinstance(names, list) else []
 
 

@@ -30,6 +30,7 @@ from inlinevit.tasks.classification.config import (
     ClassificationDataOptions,
     ClassificationEvalOptions,
     DataConfig,
+    ModelConfig,
 )
 from inlinevit.tasks.classification.metrics import ClassificationEvaluation, ClassificationEvaluator
 from inlinevit.tasks.classification.predictor import (
@@ -239,7 +240,7 @@ def test_two_processes_count_every_image_once(tmp_path: Path) -> None:
 
 
 def classifier(num_classes: int, classes: list[str] | None) -> ClassificationPredictor:
-    return ClassificationPredictor(nn.Identity(), "model", num_classes, classes, SPEC)
+    return ClassificationPredictor(nn.Identity(), "model", ModelConfig(), num_classes, classes, SPEC)
 
 
 def test_classes_are_matched_by_name() -> None:

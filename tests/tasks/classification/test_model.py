@@ -129,8 +129,8 @@ def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
 def test_opening_by_name_finds_classes_and_channels_in_the_file(tmp_path: Path) -> None:
     there = timm.create_model("inline_deit_tiny", num_classes=10, in_chans=1, img_size=32)
     opened = load_classifier("inline_deit_tiny", checkpoint=save(there, tmp_path / "w.safetensors"), img_size=32)
-    assert (opened.num_classes, opened.classes, opened.spec.mode, opened.spec.size) == (10, None, "L", 32)
-    assert opened.readable_classes()[3] == "3"
+    assert (opened.num_classes, opened.label_names, opened.spec.mode, opened.spec.size) == (10, None, "L", 32)
+    assert opened.classes[3] == "3"
     assert not opened.model.training
     images = torch.randn(2, 1, 32, 32)
     assert torch.equal(opened.model(images), there.eval()(images))
@@ -138,9 +138,9 @@ def test_opening_by_name_finds_classes_and_channels_in_the_file(tmp_path: Path) 
 
 def test_a_thousand_classes_are_those_of_imagenet(tmp_path: Path) -> None:
     opened = load_classifier("test_vit", checkpoint=save(timm.create_model("test_vit"), tmp_path / "w.safetensors"))
-    assert opened.classes is not None
-    assert opened.classes[1] == "n01443537"
-    assert opened.readable_classes()[1] == "goldfish, Carassius auratus"
+    assert opened.label_names is not None
+    assert opened.label_names[1] == "n01443537"
+    assert opened.classes[1] == "goldfish, Carassius auratus"
     assert opened.spec.size == 160
 
 

@@ -23,7 +23,7 @@ from inlinevit.engine import predictor as predictor_module
 from inlinevit.engine.predictor import predict as predict_files
 from inlinevit.engine.predictor import predict_command as predict_task
 from inlinevit.engine.results import ClassProbability, Prediction
-from inlinevit.tasks.classification.config import ClassificationPredictOptions
+from inlinevit.tasks.classification.config import ClassificationPredictOptions, ModelConfig
 from inlinevit.tasks.classification.predictor import ClassificationPredictor
 from inlinevit.tasks.classification.task import Classification
 from inlinevit.tasks.classification.transforms import InputSpec
@@ -41,7 +41,7 @@ class Quarters(nn.Module):
 @pytest.fixture
 def classifier() -> ClassificationPredictor:
     names = ["top left", "top right", "bottom left", "bottom right"]
-    return ClassificationPredictor(Quarters(), "quarters", 4, names, SPEC)
+    return ClassificationPredictor(Quarters(), "quarters", ModelConfig(), 4, names, SPEC)
 
 
 def predict(classifier: ClassificationPredictor, images: list[str], **options: Any) -> Iterator[Prediction]:
@@ -150,7 +150,7 @@ def truncated_jpeg() -> bytes:
 def test_batches_do_not_change_predictions(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=10).eval()
-    classifier = ClassificationPredictor(model, "test_resnet", 10, None, SPEC)
+    classifier = ClassificationPredictor(model, "test_resnet", ModelConfig(), 10, None, SPEC)
     rng = np.random.default_rng(0)
     for number in range(7):
         Image.fromarray(rng.integers(0, 255, (20, 20, 3), np.uint8)).save(tmp_path / f"{number}.png")

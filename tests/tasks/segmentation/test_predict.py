@@ -46,7 +46,7 @@ def make_predictor() -> SegmentationPredictor:
     config = SegmentationConfig(
         inference=InferenceConfig(min_size=None), augment=SegmentationAugmentConfig(crop_size=64)
     )
-    return SegmentationPredictor(Colours(), "colours", LabelMap.from_plain(CLASSES, "here"), config, UNCHANGED)
+    return SegmentationPredictor(Colours(), "colours", config, LabelMap.from_plain(CLASSES, "here"), UNCHANGED)
 
 
 @pytest.fixture

@@ -273,6 +273,8 @@ class ClassificationEvalOptions(EvalOptions):
 class ClassificationPredictOptions(ClassPredictOptions):
     """Options of `inlinevit predict`."""
 
+    command_only: ClassVar[tuple[str, ...]] = (*ClassPredictOptions.command_only, "img_size")
+
     checkpoint: str | None = None
     """With the name of a model, the file of its weights (null = the published ones); with a run, "best" or a checkpoint
     (null = the final weights)."""

@@ -1,12 +1,12 @@
 """Detectors that are ready to use, from a training run; and stored results in place of a detector."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...engine.evaluator import EvalData
@@ -16,7 +16,7 @@ from ...engine.runs import Run, open_run
 from ...utils.validation import require
 from ..backbone import load_trained
 from .coco import Category, CocoSource, Record
-from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions, DetectorConfig
+from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions
 from .metrics import DetectionEvaluator, detect, read_results, to_results
 from .model import build_detector
 from .visualize import draw_objects
@@ -27,17 +27,28 @@ OBJECTS_SHOWN = 3
 
 @dataclass
 class DetectionPredictor(DrawingPredictor[list[Record]]):
-    """A detector that is ready to use; its results are objects in COCO's results format.
+    """A detector that is ready to use; its results are objects in COCO's results format, with names of categories.
 
     Attributes:
+        config: The run that it comes from.
         categories: The categories of its labels 1, 2, …, with the ids of the data that it was trained on.
-        config: The detector.
     """
 
+    config: DetectionConfig
     categories: list[Category]
-    config: DetectorConfig
 
+    options_class = DetectionPredictOptions
     drawing_suffixes: ClassVar[dict[str, str]] = {"drawing": ".png"}
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the categories: the first is that of label 1."""
+        return [category.name for category in self.categories]
+
+    @property
+    def to_tensor(self) -> Callable[[Image.Image], Tensor]:
+        """See Predictor.to_tensor; the detector, which takes a list of these, resizes and normalises them itself."""
+        return float_tensor
 
     def predict_images(
         self, images: list[Image.Image], options: DetectionPredictOptions, device: torch.device
@@ -51,20 +62,20 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         if not all(bool(answer[name].isfinite().all()) for name in ("boxes", "scores")):
             return None
         chosen = {name: values[answer["scores"] >= threshold] for name, values in answer.items()}
-        objects = to_results(chosen, 0, (image.height, image.width), self.categories)
+        names = {category.id: category.name for category in self.categories}
+        keys = ("category_id", "score", "bbox", "segmentation")
+        results = to_results(chosen, 0, (image.height, image.width), self.categories)
+        objects = [{"category": names[one["category_id"]], **{key: one[key] for key in keys}} for one in results]
         return sorted(objects, key=lambda one: one["score"], reverse=True)
 
     def render(self, image: Image.Image, result: list[Record]) -> Rendering:
-        names = {category.id: category.name for category in self.categories}
-        keys = ("category_id", "score", "bbox", "segmentation")
-        objects = [{"category": names[one["category_id"]], **{key: one[key] for key in keys}} for one in result]
-        shown = [f"{one['category']} {100 * one['score']:.0f} %" for one in objects]
-        count = f"{len(objects)} object{'' if len(objects) == 1 else 's'}"
+        shown = [f"{one['category']} {100 * one['score']:.0f} %" for one in result]
+        count = f"{len(result)} object{'' if len(result) == 1 else 's'}"
         summary = f"{count}{': ' if shown else ''}{shorten_list(shown, OBJECTS_SHOWN)}"
-        return Rendering({"drawing": draw_objects(image, result, self.categories)}, {"objects": objects}, summary)
+        return Rendering({"drawing": draw_objects(image, result, self.categories)}, {"objects": result}, summary)
 
     def description(self, options: Any) -> str:
-        return f"{self.name}, {self.config.min_size} pixels"
+        return f"{self.name}, {self.config.model.min_size} pixels"
 
     def settings(self, options: DetectionEvalOptions) -> dict[str, Any]:
         return {"results": options.results}
@@ -79,7 +90,7 @@ class StoredResults(DetectionPredictor):
     """Results in files, which are evaluated in place of a detector."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        super().__init__(nn.Identity(), ", ".join(files), [], DetectorConfig())
+        super().__init__(nn.Identity(), ", ".join(files), DetectionConfig(), [])
         self.files = files
 
     def description(self, options: Any) -> str:
@@ -101,7 +112,12 @@ def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredic
     config, categories = opened.config.model, opened.metadata(CATEGORIES_JSON, parse_categories)
     num_classes = config.num_classes or len(categories)
     model = load_trained(opened, checkpoint, lambda bare: build_detector(bare, num_classes))
-    return DetectionPredictor(model, f"{config.arch} on {config.backbone}", categories, config)
+    return DetectionPredictor(model, f"{config.arch} on {config.backbone}", opened.config, categories)
+
+
+def float_tensor(image: Image.Image) -> Tensor:
+    """Return an image as numbers from 0 to 1, (3, height, width)."""
+    return pil_to_tensor(image).float() / 255
 
 
 def parse_categories(records: Any) -> list[Category]:

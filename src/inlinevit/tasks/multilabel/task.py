@@ -25,6 +25,8 @@ from .metrics import MultilabelEvaluator, multilabel_loss
 class MultilabelPredictor(ImagePredictor):
     """A multi-label model that is ready to use."""
 
+    options_class = MultilabelPredictOptions
+
     def predict_images(
         self, images: list[Image.Image], options: MultilabelPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
@@ -80,4 +82,4 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
         classes = run.metadata(CLASSES_JSON, parse_classes) or []
         config, file = run.config.model, str(run.weights(options.checkpoint))
         trained = build_trained(config, file, len(classes))
-        return MultilabelPredictor(trained, config.name, len(classes), classes, input_spec(config))
+        return MultilabelPredictor(trained, config.name, run.config, len(classes), classes, input_spec(config))

@@ -1,12 +1,15 @@
 """Segmentation models that are ready to use, from a training run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...engine.evaluator import EvalData
@@ -22,11 +25,11 @@ from .config import (
     SegmentationEvalOptions,
     SegmentationPredictOptions,
 )
-from .inference import MeanStd, describe, predict_probs
+from .inference import MeanStd, describe, normalize, predict_probs
 from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluator
 from .model import build_segmenter
-from .transforms import scaled_size
+from .transforms import resize_image, scaled_size
 from .visualize import class_shares, draw_labels, percent
 
 LABELS_JSON = "labels.json"
@@ -44,18 +47,28 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
     """A segmentation model that is ready to use; its results are class indices (height, width).
 
     Attributes:
-        labels: Its classes, and the values that stand for them in files.
         config: The run that it comes from; `config.inference` are the default inference settings.
+        labels: Its classes, and the values that stand for them in files.
         mean_std: What its images are normalised by.
     """
 
-    labels: LabelMap
     config: SegmentationConfig
+    labels: LabelMap
     mean_std: MeanStd
 
+    options_class = SegmentationPredictOptions
     drawing_suffixes: ClassVar[dict[str, str]] = {"labels": "_labels.png", "overlay": "_overlay.png"}
     # 20,000 × 20,000 are 1.2 GB.
     max_pixels: ClassVar[int | None] = 400_000_000
+
+    @property
+    def classes(self) -> list[str]:
+        return [one.name for one in self.labels.classes]
+
+    @property
+    def to_tensor(self) -> Callable[[Image.Image], Tensor]:
+        """See Predictor.to_tensor; whole images, resized as the run's inference settings say, without windows."""
+        return partial(resized_tensor, min_size=self.config.inference.min_size, mean_std=self.mean_std)
 
     def predict_images(
         self, images: list[Image.Image], options: SegmentationPredictOptions, device: torch.device
@@ -105,7 +118,7 @@ def load_segmenter(run: str, *, checkpoint: str | None = None) -> SegmentationPr
     config, labels = opened.config, run_labels(opened)
     model = load_trained(opened, checkpoint, lambda bare: build_segmenter(bare, len(labels.classes)))
     name = f"{config.model.arch} on {config.model.backbone}"
-    return SegmentationPredictor(model, name, labels, config, mean_and_std(config.model.backbone))
+    return SegmentationPredictor(model, name, config, labels, mean_and_std(config.model.backbone))
 
 
 def run_labels(run: Run[Any]) -> LabelMap:
@@ -132,6 +145,12 @@ def evaluation_labels(run: Run[Any], data: SegmentationDataConfig, *, is_given: 
         f"place of {shorten_list(ours, 5)}): write one with the model's classes, or evaluate another run",
     )
     return labels
+
+
+def resized_tensor(image: Image.Image, min_size: int | None, mean_std: MeanStd) -> Tensor:
+    """Return the normalised tensor (3, height, width) of an image whose shorter side is resized to min_size."""
+    pixels = resize_image(pil_to_tensor(image), scaled_size(image.height, image.width, min_size))
+    return normalize(pixels, *mean_std)
 
 
 def in_windows_if_large(inference: InferenceConfig, image: Image.Image, window_size: int) -> InferenceConfig:
