@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from inlinevit.data.images import ImageFiles, unique_names
-from inlinevit.engine.predictor import DrawingPredictor, predict, predict_command
+from inlinevit.engine.prediction_files import PartialResults
+from inlinevit.engine.predictor import DrawingPredictor, PredictionJob, predict, predict_command
 from inlinevit.tasks import TASKS
 from tests.tasks.detection.test_predict import make_predictor as make_detector
 from tests.tasks.runs import MAKE
@@ -148,6 +149,20 @@ def test_what_was_written_before_a_failure_is_kept(
     # The broken image is done; the drawing that is missing is not.
     assert "resuming: 1 of 6 images are done" in captured.err
     assert len(captured.out.splitlines()) == 5
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == whole
+
+
+def test_several_processes_draw_what_one_draws(case: Case, images: Path, tmp_path: Path) -> None:
+    case.command([str(images)], tmp_path / "whole")
+    output = tmp_path / "out"
+    partial = PartialResults(output / "predictions.json")
+    job = PredictionJob(case.predictor, ImageFiles([str(images)]), case.options(output=str(output)), partial)
+    with partial.open({}, {}, start_over=False):
+        plan = job.make_plan()
+        parts = [job.write_part(plan, torch.device("cpu"), process, 3) for process in range(3)]
+        assert [len((partial.folder / part).read_text().splitlines()) for part in parts] == [2, 2, 2]
+        assert partial.merge(plan.ids, "records", parts) == 1
     whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
     assert {file.name: file.read_bytes() for file in output.iterdir()} == whole
 

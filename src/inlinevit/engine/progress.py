@@ -39,7 +39,8 @@ class _Job:
         self.what, self.total, self.unit, self.is_part = printable(what), total, unit, whole is not None
         self.display: Progress | None = _make_display() if whole is None else whole.display
         self.bar: TaskID | None = None
-        self.done = 0
+        # Steps that are done, and how many of them the last line was about.
+        self.done, self.reported = 0, 0
         self.started = self.last_line = time.monotonic()
         if self.display is not None and not self.is_part:
             self.display.start()
@@ -65,7 +66,7 @@ class _Job:
 
     def print_line(self, now: float) -> None:
         """Print a line for a log."""
-        self.last_line = now
+        self.last_line, self.reported = now, self.done
         count = f"{self.done} {self.unit}" if self.total is None else f"{self.done} of {self.total} {self.unit}"
         words = [f"{self.what}: {count}", f"{timedelta(seconds=round(now - self.started))} elapsed"]
         if self.total is not None and self.done:
@@ -77,7 +78,7 @@ class _Job:
         """End the bar, or print the last line."""
         now = time.monotonic()
         if self.display is None:
-            if now - self.started >= LINE_SECONDS:
+            if now - self.started >= LINE_SECONDS and self.reported != self.done:
                 self.print_line(now)
         elif self.is_part:
             if self.bar is not None:
