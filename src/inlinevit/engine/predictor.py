@@ -200,7 +200,8 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
         try:
             part = job.write_part(plan, device, accelerator.process_index, accelerator.num_processes)
         except KeyboardInterrupt:
-            print(f"results so far are kept in {job.partial.folder}: {RESUME}", file=sys.stderr)
+            if accelerator.is_main_process:
+                print(f"results so far are kept in {job.partial.folder}: {RESUME}", file=sys.stderr)
             raise
         parts = run_on_all(accelerator, lambda: part)
         errors = run_on_main(accelerator, lambda: job.partial.merge(plan.ids, format, parts))
