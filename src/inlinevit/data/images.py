@@ -210,6 +210,12 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.files)
 
+    def subset(self, indices: Iterable[int]) -> "ImageFiles":
+        """Return some of the images, in this order."""
+        chosen = ImageFiles([])
+        chosen.files = [self.files[index] for index in indices]
+        return chosen
+
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         """Open an image without decoding it; any error means that it cannot be used."""
         path, problem = self.files[index]

@@ -210,7 +210,7 @@ class CommandOptions:
     """Options of `eval` and `predict`."""
 
     # Options that say which model is loaded, and where results are written: a Predictor that is called has neither.
-    command_only: ClassVar[tuple[str, ...]] = ("checkpoint", "device", "format", "output")
+    command_only: ClassVar[tuple[str, ...]] = ("checkpoint", "device", "format", "output", "resume")
 
     checkpoint: str | None = None
     """"best" or a checkpoint of the run; null = the final weights."""
@@ -230,11 +230,24 @@ class EvalOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class ClassPredictOptions(CommandOptions):
+class PredictOptions(CommandOptions):
+    """Options of `predict`; a task adds its own."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """"auto" continues a job that was stopped, if there are partial results of the same settings beside the output;
+    "never" starts over."""
+
+
+@dataclass(kw_only=True)
+class ClassPredictOptions(PredictOptions):
     """Options of `predict` for tasks that predict classes of images."""
 
-    format: Literal["table", "json", "csv"] = "table"
-    """Format of the results."""
+    # Formats that the name of a file can end with.
+    file_formats: ClassVar[tuple[str, ...]] = ("json", "jsonl", "csv", "parquet")
+
+    format: Literal["auto", "table", "json", "jsonl", "csv", "parquet"] = "auto"
+    """Format of the results; "auto" = that of the extension of `output` (.json, .jsonl, .csv, .parquet), else a
+    table."""
     output: str | None = None
     """File for the results; null = print them."""
     batch_size: int = 32
@@ -243,9 +256,16 @@ class ClassPredictOptions(CommandOptions):
     def __post_init__(self) -> None:
         check_value("batch_size", self.batch_size, int, Range(1, MOST_IMAGES))
 
+    def chosen_format(self) -> str:
+        """Return the format of the results, where "auto" is replaced."""
+        if self.format != "auto":
+            return self.format
+        extension = Path(self.output or "").suffix.lower().removeprefix(".")
+        return extension if extension in self.file_formats else "table"
+
 
 @dataclass(kw_only=True)
-class DrawingPredictOptions(CommandOptions):
+class DrawingPredictOptions(PredictOptions):
     """Options of `predict` for tasks that draw their results."""
 
     output: str

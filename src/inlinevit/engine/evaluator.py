@@ -3,7 +3,7 @@
 import csv
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import track
 from torch import nn
 
 from ..utils.atomic import atomic_text_writer, atomic_write_bytes, finite, make_output_dir
 from ..utils.validation import require
 from .config import EvalOptions
 from .outputs import check_output_folder
+from .progress import job_progress
 from .results import percent, print_evaluation
 from .setup import check_precision, make_accelerator, resolve_device
 from .state import unsharded
@@ -129,18 +129,19 @@ def evaluate_model(
         evaluator: Data and metrics.
         accelerator: The processes; all of them call this, and get the same Evaluation.
         device: Where to compute; None = the accelerator's device.
-        show_progress: Show a progress bar.
+        show_progress: Show progress and time left on stderr.
     """
     device = accelerator.device if device is None else device
     batches = evaluator.loader(accelerator.process_index, accelerator.num_processes)
-    if show_progress:
-        batches = track(batches, "evaluating", console=Console(stderr=True), disable=not accelerator.is_main_process)
     evaluator.reset(device)
     dtype = DTYPES.get(accelerator.mixed_precision)
-    with torch.no_grad(), unsharded(model):
+    is_quiet = not (show_progress and accelerator.is_main_process)
+    bar = job_progress("evaluating", len(batches) if isinstance(batches, Sized) else None, "batches", disable=is_quiet)
+    with bar as advance, torch.no_grad(), unsharded(model):
         for batch in batches:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 evaluator.update(model, batch)
+            advance()
     return evaluator.compute(accelerator)
 
 

@@ -5,13 +5,16 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 import torch
+from accelerate import InitProcessGroupKwargs
 from PIL import Image
 from torch import Tensor, nn
 
@@ -25,18 +28,25 @@ from ..data.images import (
     unique_names,
 )
 from ..data.inputs import ImageInput, ImageInputs
-from ..utils.atomic import atomic_text_writer, atomic_write_png, disk_full_errors, json_list_writer, make_output_dir
+from ..utils.atomic import atomic_text_writer, atomic_write_png, is_stream
 from ..utils.validation import require
-from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions, fill_options
+from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions, PredictOptions, fill_options
+from .distributed import run_local_main_first, run_on_all, run_on_main
 from .evaluator import EvalData, Evaluator
 from .outputs import check_output_file, check_output_folder
-from .results import CLASS_WRITERS, Prediction, Result
-from .setup import resolve_device
+from .prediction_files import PartialResults, image_ids, job_settings
+from .progress import job_progress
+from .results import CLASS_WRITERS, Prediction, Result, class_record
+from .runs import task_of
+from .setup import make_accelerator, resolve_device
 
 if TYPE_CHECKING:
     from .task import Task
 
 PREDICTIONS_JSON = "predictions.json"
+# How long a process waits for the others, which may have slower devices or larger images.
+LONGEST_WAIT = timedelta(days=30)
+RESUME = "run the same command again to predict the other images"
 
 
 @dataclass
@@ -234,6 +244,11 @@ def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> 
         yield prediction
 
 
+def batch_size_of(options: CommandOptions) -> int:
+    """Return how many images are predicted at a time."""
+    return options.batch_size if isinstance(options, ClassPredictOptions) else 1
+
+
 @torch.no_grad()
 def predict(
     predictor: Predictor[Result],
@@ -243,7 +258,7 @@ def predict(
 ) -> Iterator[Prediction[Result]]:
     """Predict images one after the other, as they are read, on a device or, if it is None, on that of the options."""
     chosen = resolve_device(options.device) if device is None else torch.device(device)
-    batch_size = options.batch_size if isinstance(options, ClassPredictOptions) else 1
+    batch_size = batch_size_of(options)
     predictor.check_memory(min(batch_size, len(files)))
     predictor.model.to(chosen)
     images = read_images(files, predictor.mode, predictor.max_pixels)
@@ -258,65 +273,198 @@ def predict(
             yield one
 
 
-def predict_command(task: type["Task"], model: str, images: Sequence[str], options: CommandOptions) -> int:
-    """Run `predict`: print the results, or draw them.
+def predict_command(task: type["Task"], model: str, images: Sequence[str], options: PredictOptions) -> int:
+    """Run `predict`: print the results, or write them to a file or a folder, by one process or several.
 
     Returns:
         The exit code: 1 if an image could not be used, else 0.
     """
-    device = resolve_device(options.device)
+    # Processes that have finished their images wait for the others.
+    timeout = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
+    accelerator = make_accelerator("no", kwargs_handlers=[timeout])
+    require(
+        options.device is None or accelerator.num_processes == 1,
+        "--device chooses the device of one process, but there are several: leave it out",
+    )
+    device = accelerator.device if options.device is None else resolve_device(options.device)
+    files, output = run_on_main(accelerator, lambda: _open_files(images, options))
+    format = options.chosen_format() if isinstance(options, ClassPredictOptions) else "records"
+    is_printed = output is None or is_stream(output)
+    _check_way_out(options, format, is_printed=is_printed, processes=accelerator.num_processes)
+    # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_for_people = format in ("table", "records")
+        sys.stdout.reconfigure(errors="backslashreplace", encoding=None if is_for_people else "utf-8")
+    predictor = run_local_main_first(accelerator, lambda: task.load_predictor(model, options))
+    if is_printed:
+        return _print_predictions(predictor, files, options, device, format, output)
+    assert output is not None
+    job = PredictionJob(predictor, files, options, PartialResults(output))
+    with ExitStack() as stack:
+
+        def start() -> Plan:
+            settings = job_settings(task_of(task.config_class), model, predictor.model, options)
+            facts = {"model": model, "images": len(files)}
+            stack.enter_context(job.partial.open(settings, facts, start_over=options.resume == "never"))
+            return job.make_plan()
+
+        plan = run_on_main(accelerator, start)
+        try:
+            part = job.write_part(plan, device, accelerator.process_index, accelerator.num_processes)
+        except KeyboardInterrupt:
+            if accelerator.is_main_process:
+                print(f"results so far are kept in {job.partial.folder}: {RESUME}", file=sys.stderr)
+            raise
+        parts = run_on_all(accelerator, lambda: part)
+        errors = run_on_main(accelerator, lambda: job.partial.merge(plan.ids, format, parts))
+    if accelerator.num_processes > 1:
+        accelerator.end_training()
+    return 1 if errors else 0
+
+
+def _open_files(images: Sequence[str], options: PredictOptions) -> tuple[ImageFiles, Path | None]:
+    """Return the images, and the file for their results, if there is to be one; refuse one that must not be written."""
     files = ImageFiles(images)
     inputs = [*(path for path, _ in files.files), *([options.checkpoint] if options.checkpoint else [])]
-    output: Path | None = None
     if isinstance(options, DrawingPredictOptions):
-        output = check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs)
-    elif not isinstance(options, ClassPredictOptions):
+        return files, check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs) / PREDICTIONS_JSON
+    if not isinstance(options, ClassPredictOptions):
         raise TypeError(f"{type(options).__name__} is not derived from ClassPredictOptions or DrawingPredictOptions")
-    elif options.output is not None:
-        output = check_output_file(options.output, inputs)
-    # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
-    for_programs = isinstance(options, ClassPredictOptions) and options.format != "table"
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace", encoding="utf-8" if for_programs else None)
-    predictor = task.load_predictor(model, options)
+    return files, None if options.output is None else check_output_file(options.output, inputs)
+
+
+def _check_way_out(options: PredictOptions, format: str, *, is_printed: bool, processes: int) -> None:
+    """Refuse a way to give out results that does not work, before the model is loaded."""
+    remedy = "name a file for the results with --output"
+    if is_printed:
+        require(processes == 1, f"several processes cannot print their results together: {remedy}")
+        require(options.resume == "auto", f"--resume never has no effect on results that are printed: {remedy}")
+        require(format != "parquet", f"Parquet cannot be printed: {remedy}, or choose another --format")
+    if format == "parquet" and find_spec("pyarrow") is None:
+        raise ValueError("Parquet needs pyarrow: pip install 'inlinevit[data]', or choose --format csv or jsonl")
+
+
+def _print_predictions(
+    predictor: Predictor[Any],
+    files: ImageFiles,
+    options: PredictOptions,
+    device: torch.device,
+    format: str,
+    output: Path | None,
+) -> int:
+    """Print class predictions, or write them to a stream such as /dev/stdout; see predict_command."""
     failures: list[str] = []
-    predictions = _report_errors(predict(predictor, files, options, device), failures)
-    if isinstance(options, ClassPredictOptions):
-        # csv writes its own line endings.
-        with nullcontext(sys.stdout) if output is None else atomic_text_writer(output, newline="") as stream:
-            CLASS_WRITERS[options.format](predictions, stream)
-    elif isinstance(predictor, DrawingPredictor):
-        _write_drawings(predictor, files, predictions, Path(options.output))
-    else:
-        raise TypeError(f"{type(predictor).__name__} draws nothing: derive it from DrawingPredictor")
+    # Results that are printed one by one show the progress themselves.
+    disable = format != "table" and sys.stdout.isatty()
+
+    def reported() -> Iterator[Prediction[Any]]:
+        with job_progress("predicting", len(files), "images", disable=disable) as advance:
+            for prediction in predict(predictor, files, options, device):
+                if prediction.error is not None:
+                    failures.append(prediction.file)
+                    print(printable(prediction.error), file=sys.stderr)
+                yield prediction
+                advance()
+
+    with nullcontext(sys.stdout) if output is None else atomic_text_writer(output, newline="") as stream:
+        CLASS_WRITERS[format](reported(), stream)
     return 1 if failures else 0
 
 
-def _report_errors(predictions: Iterable[Prediction[Result]], failures: list[str]) -> Iterator[Prediction[Result]]:
-    """Pass on predictions; errors are collected, and reported on stderr in one line each."""
-    for prediction in predictions:
-        if prediction.error is not None:
-            failures.append(prediction.file)
-            print(printable(prediction.error), file=sys.stderr)
-        yield prediction
+@dataclass
+class Plan:
+    """What is to be predicted, decided by the main process.
+
+    Attributes:
+        ids: The ids of all images.
+        names: The names of their drawings; "" for tasks that draw nothing.
+        batches: Indices of the images that have no result yet, by batch.
+    """
+
+    ids: list[str]
+    names: list[str]
+    batches: list[list[int]]
 
 
-def _write_drawings(
-    predictor: DrawingPredictor[Any], files: ImageFiles, predictions: Iterable[Prediction[Any]], folder: Path
-) -> None:
-    """Write drawings and predictions.json into a folder."""
-    make_output_dir(folder)
-    suffixes = predictor.drawing_suffixes
-    names = unique_names(files, folder, list(suffixes.values()))
-    with disk_full_errors(folder), json_list_writer(folder / PREDICTIONS_JSON) as write:
-        for prediction, name in zip(predictions, names, strict=True):
-            if prediction.image is None or prediction.result is None:
-                write({"file": prediction.file, "error": prediction.error})
-                continue
-            shown = predictor.render(prediction.image, prediction.result)
-            for key, image in shown.drawings.items():
-                atomic_write_png(folder / f"{name}{suffixes[key]}", image)
-            print(printable(f"{prediction.file}: {shown.summary}"))
-            width, height = prediction.image.size
-            drawn = {key: display_name(f"{name}{suffixes[key]}") for key in shown.drawings}
-            write({"file": prediction.file, "width": width, "height": height, **drawn, **shown.record})
+@dataclass
+class PredictionJob:
+    """Predictions that are written to files.
+
+    Attributes:
+        predictor: The model.
+        files: All images.
+        options: The options of `predict`.
+        partial: The results so far.
+    """
+
+    predictor: Predictor[Any]
+    files: ImageFiles
+    options: PredictOptions
+    partial: PartialResults
+
+    def make_plan(self) -> Plan:
+        """Find what is to be predicted; the partial results are open."""
+        suffixes: list[str] = []
+        names = [""] * len(self.files)
+        folder = self.partial.output.parent
+        if isinstance(self.options, DrawingPredictOptions):
+            if not isinstance(self.predictor, DrawingPredictor):
+                raise TypeError(f"{type(self.predictor).__name__} draws nothing: derive it from DrawingPredictor")
+            suffixes = list(self.predictor.drawing_suffixes.values())
+            names = unique_names(self.files, folder, suffixes)
+        ids, lines = image_ids(self.files, names), self.partial.lines()
+
+        def is_done(index: int) -> bool:
+            line = lines.get(ids[index])
+            if line is None:
+                return False
+            return line.is_error or all((folder / f"{names[index]}{suffix}").exists() for suffix in suffixes)
+
+        # Batches do not depend on what is done and on the processes, so that all digits of the results are the same.
+        size = batch_size_of(self.options)
+        indices = range(len(ids))
+        batches = [list(indices[first : first + size]) for first in range(0, len(ids), size)]
+        unfinished = [batch for batch in batches if not all(is_done(index) for index in batch)]
+        if lines:
+            count = len(ids) - sum(map(len, unfinished))
+            print(f"resuming: {count} of {len(ids)} images are done ({self.partial.folder})", file=sys.stderr)
+        return Plan(ids, names, unfinished)
+
+    def write_part(self, plan: Plan, device: torch.device, process: int = 0, processes: int = 1) -> str:
+        """Predict the images of one process, and write its part of the results.
+
+        Args:
+            plan: What is to be predicted, the same in all processes.
+            device: Where to compute.
+            process: The number of this process.
+            processes: How many there are.
+
+        Returns:
+            The name of the part.
+        """
+        indices = [index for batch in plan.batches[process::processes] for index in batch]
+        what = "predicting" if processes == 1 else f"predicting, process {process} of {processes}"
+        with (
+            self.partial.write_part(process) as (part, write),
+            job_progress(what, len(indices), "images", disable=process > 0) as advance,
+        ):
+            predictions = predict(self.predictor, self.files.subset(indices), self.options, device)
+            for index, prediction in zip(indices, predictions, strict=True):
+                if prediction.error is not None:
+                    print(printable(prediction.error), file=sys.stderr)
+                write(plan.ids[index], self.make_record(prediction, plan.names[index]))
+                advance()
+        return part
+
+    def make_record(self, prediction: Prediction[Any], name: str) -> dict[str, Any]:
+        """Return the JSON object of an image; if there is something to draw, draw it, and print a line."""
+        if not isinstance(self.predictor, DrawingPredictor) or prediction.image is None or prediction.result is None:
+            return class_record(prediction)
+        suffixes = self.predictor.drawing_suffixes
+        shown = self.predictor.render(prediction.image, prediction.result)
+        for key, image in shown.drawings.items():
+            atomic_write_png(self.partial.output.parent / f"{name}{suffixes[key]}", image)
+        print(printable(f"{prediction.file}: {shown.summary}"))
+        width, height = prediction.image.size
+        drawn = {key: display_name(f"{name}{suffixes[key]}") for key in shown.drawings}
+        return {"file": prediction.file, "width": width, "height": height, **drawn, **shown.record}
