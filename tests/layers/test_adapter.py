@@ -67,6 +67,8 @@ def test_windows_take_the_mask_of_swin():
     mask[2, :, 1:] = -100.0
     changed = (adapter(x, mask) - adapter(x)).flatten(1).abs().amax(dim=1) > 1e-6
     assert changed.tolist() == [False, False, True, False] * 2
+    with pytest.raises(ValueError, match="the mask is for 3 windows per image"):
+        adapter(x, mask[:3])
     # Others attend across the border of the map, as in the published models.
     inline = AttentionAdapter(InLineAttention(16, 2), (3, 3))
     assert torch.equal(inline(x, mask), inline(x))

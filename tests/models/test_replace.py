@@ -218,6 +218,14 @@ def test_replacing_twice_is_refused():
         replace_attention(replaced("vit")[0])
 
 
+def test_on_the_meta_device():
+    for keep_weights in (True, False):
+        with torch.device("meta"):
+            model = timm.create_model("vit_tiny_patch16_224", **VIT)
+            replace_attention(model, keep_weights=keep_weights)
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
 class OwnAttention(nn.Module):
     """Attention that looks like timm's, with another scale."""
 

@@ -106,7 +106,10 @@ class AttentionAdapter(nn.Module):
                 "partitions windows itself: leave layout out"
             )
         self.attention = attention
-        self.feat_size = feat_size
+        self.feat_size: tuple[int, int] | PatchGrid | None = feat_size
+        if feat_size is not None and not isinstance(feat_size, PatchGrid):
+            height, width = feat_size
+            self.feat_size = (int(height), int(width))
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, mask: Tensor | None = None
@@ -160,6 +163,11 @@ class AttentionAdapter(nn.Module):
             attn_mask = torch.zeros_like(attn_mask, dtype=x.dtype).masked_fill(~attn_mask, float("-inf"))
         if mask is None:
             return attn_mask
+        if x.shape[0] % mask.shape[0] != 0:
+            raise ValueError(
+                f"the mask is for {mask.shape[0]} windows per image, but {x.shape[0]} windows are no multiple of it: "
+                "give a mask of shape (windows, tokens, tokens)"
+            )
         mask = mask.repeat(x.shape[0] // mask.shape[0], 1, 1).unsqueeze(1)
         return mask if attn_mask is None else mask + attn_mask
 
@@ -192,7 +200,8 @@ class AttentionAdapter(nn.Module):
         assert isinstance(attention, SoftmaxAttention)
         ((q, k, v, windows),) = attention.partition(x, feat_size)
         own = attention.score_bias(k, windows)
-        out = ops.softmax_attention(attention.map_queries(q), k, v, bias=bias if own is None else own + bias)
+        bias = (bias if own is None else own + bias).to(q.dtype)
+        out = ops.softmax_attention(attention.map_queries(q), k, v, bias=bias)
         return self.finish(out, HeadGroup(q, k, v, windows), x)
 
     def attend_masked(self, x: Tensor, feat_size: tuple[int, int], keys: Tensor) -> Tensor:

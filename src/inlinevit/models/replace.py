@@ -142,9 +142,14 @@ class Source:
         embeds = [getattr(parent, "patch_embed", None) for parent in self.parents]
         self.patch_embed = next((embed for embed in embeds if isinstance(embed, nn.Module)), None)
         window_size = getattr(self.attn, "window_size", None)
-        self.window_size: tuple[int, int] | None = None if window_size is None else to_2tuple(window_size)
+        self.window_size: tuple[int, int] | None = to_2tuple(window_size) if window_size else None
         # Swin's biases of relative positions.
-        self.table: nn.Parameter | None = getattr(self.attn, "relative_position_bias_table", None)
+        self.table: nn.Parameter | None = None
+        table = getattr(self.attn, "relative_position_bias_table", None)
+        if table is not None and self.window_size is not None:
+            height, width = self.window_size
+            if table.shape == ((2 * height - 1) * (2 * width - 1), self.attn.num_heads):
+                self.table = table
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -174,7 +179,7 @@ class Source:
         self.check_arguments()
         self.check_layers()
         remedy = f"use keep_weights=False for a new attention, or {LEAVE_OUT}"
-        kept = ("qkv.", "proj.", "relative_position_bias_table")
+        kept = ("qkv.", "proj.", *(["relative_position_bias_table"] if self.table is not None else []))
         others = [name for name, _ in self.attn.named_parameters() if not name.startswith(kept)]
         if keep_weights and others:
             raise ValueError(
@@ -277,21 +282,21 @@ class Source:
             device=qkv.weight.device,
             dtype=qkv.weight.dtype,
             **options,
-        )
+        ).train(self.attn.training)
         if keep_weights:
             new.qkv, new.proj = qkv, proj
             if isinstance(new, SoftmaxAttention) and self.table is not None and self.window_size is not None:
                 new.relative_position_bias_table = square_table(self.table, self.window_size)
         else:
             if proj.bias is None:
-                new.proj.bias = None
+                new.proj.register_parameter("bias", None)
             for layer in (new.qkv, new.proj):
                 trunc_normal_(layer.weight, std=0.02)
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)
         if isinstance(getattr(self.attn, "proj_drop", None), nn.Module):
             new.proj_drop = self.attn.proj_drop
-        return new.train(self.attn.training)
+        return new
 
 
 def square_table(table: nn.Parameter, window_size: tuple[int, int]) -> nn.Parameter:
