@@ -56,6 +56,18 @@ def test_masked_keys_do_not_exist(name, prefix, randomise):
     assert gradient[:, prefix + 12 :].abs().max() < 1e-9 * gradient.abs().max()
 
 
+@pytest.mark.parametrize("name", ["softmax", "inline"])
+@torch.no_grad()
+def test_masks_in_half_precision(name):
+    adapter = AttentionAdapter(ATTENTIONS[name](16, 2), (3, 4))
+    x, mask = torch.randn(2, 12, 16), torch.arange(12).view(1, 1, 1, 12) < 8
+    expected = adapter(x, attn_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(adapter(x, attn_mask=mask).float(), expected, rtol=0.05, atol=0.05)
+    out = adapter.bfloat16()(x.bfloat16(), attn_mask=mask)
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+
+
 @torch.no_grad()
 def test_windows_take_the_mask_of_swin():
     attention = SoftmaxAttention(16, 2, relative_window=3)
