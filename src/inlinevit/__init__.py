@@ -20,6 +20,7 @@ __all__ = [
     "models",
     "ops",
     "optimize_for_inference",
+    "replace_attention",
 ]
 
 __getattr__, _, _ = lazy_loader.attach(
@@ -27,7 +28,7 @@ __getattr__, _, _ = lazy_loader.attach(
     submodules=["layers", "models", "ops"],
     submod_attrs={
         "layers": ["InLineAttention"],
-        "models": ["load_checkpoint"],
+        "models": ["load_checkpoint", "replace_attention"],
         "models.inference": ["optimize_for_inference"],
         "tasks.loading": ["load"],
     },

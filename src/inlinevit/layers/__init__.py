@@ -1,5 +1,6 @@
 """Modules with parameters: attention, local residual, window layouts, patch embedding, block."""
 
+from .adapter import AttentionAdapter, PatchGrid
 from .angular_attention import AngularAttention
 from .base_attention import BaseAttention
 from .block import Block
@@ -28,6 +29,7 @@ ATTENTIONS: dict[str, type[BaseAttention]] = {
 __all__ = [
     "ATTENTIONS",
     "AngularAttention",
+    "AttentionAdapter",
     "BaseAttention",
     "Block",
     "ConvEmbed",
@@ -39,6 +41,7 @@ __all__ = [
     "InLineAttention",
     "LinearAttention",
     "LocalResidual",
+    "PatchGrid",
     "PatchMerging",
     "ResamplePosEmbed",
     "SoftmaxAttention",

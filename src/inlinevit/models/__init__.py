@@ -7,6 +7,7 @@ from .inline_cswin import InLineCSWin
 from .inline_deit import InLineDeiT
 from .inline_pvt import InLinePVT
 from .inline_swin import InLineSwin
+from .replace import replace_attention
 
 __all__ = [
     "Backbone",
@@ -17,4 +18,5 @@ __all__ = [
     "attention_by_stage",
     "baseline_deit",
     "load_checkpoint",
+    "replace_attention",
 ]
