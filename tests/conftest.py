@@ -1,10 +1,22 @@
 """What tests of all parts use."""
 
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def registered_attentions() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    yield
+    registry = sys.modules.get("inlinevit.layers.registry")
+    if registry is not None:
+        for name in registry.MODULES:
+            registry.ATTENTIONS.pop(name, None)
+        registry.MODULES.clear()
 
 
 @pytest.fixture(scope="session")

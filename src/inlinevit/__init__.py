@@ -11,13 +11,24 @@ import wrapt
 
 __version__ = "0.1.0"
 
-__all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops", "optimize_for_inference"]
+__all__ = [
+    "InLineAttention",
+    "__version__",
+    "layers",
+    "list_attentions",
+    "load_checkpoint",
+    "models",
+    "ops",
+    "optimize_for_inference",
+    "register_attention",
+    "testing",
+]
 
 __getattr__, _, _ = lazy_loader.attach(
     __name__,
-    submodules=["layers", "models", "ops"],
+    submodules=["layers", "models", "ops", "testing"],
     submod_attrs={
-        "layers": ["InLineAttention"],
+        "layers": ["InLineAttention", "list_attentions", "register_attention"],
         "models": ["load_checkpoint"],
         "models.inference": ["optimize_for_inference"],
     },

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers import ATTENTIONS, BaseAttention
+from ..layers import BaseAttention
 from ..layers.base_attention import HeadGroup, join_head_groups
 from ..layers.layouts import Windows, covers_map, merge_heads, window_partition, window_reverse
+from ..layers.registry import attention_name, overrides
 from ..ops import softmax_weights
+from ..utils.validation import require
 from .layer import PADDING, PREFIX, Convolution, Layer, MaskFunction
 
 # Called with a layer: returns an output (batch · windows, heads, tokens, width) that replaces the layer's, or None.
@@ -72,6 +74,11 @@ def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
 
     for name, module in model.named_modules():
         if isinstance(module, BaseAttention):
+            require(
+                overrides(type(module), "attention_weights"),
+                f"{name} ({type(module).__name__}) has no attention weights that could be inspected: define "
+                "attention_weights, if it has an N×N form, or analyze models with other attention",
+            )
             hook: Callable[..., Any] = partial(visit_own, name, visit)
         elif isinstance(getattr(module, "fused_attn", None), bool):
             parent = model.get_submodule(name.rpartition(".")[0])
@@ -114,7 +121,7 @@ def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, contex
     q, k, v, windows = group
     return Layer(
         name if windows.num_head_groups == 1 else f"{name} ({windows.head_group + 1} of {windows.num_head_groups})",
-        next(word for word, kind in ATTENTIONS.items() if type(attn) is kind),
+        attention_name(type(attn)),
         (windows.map_height, windows.map_width),
         q,
         k,
