@@ -137,7 +137,8 @@ class AlwaysFloat32(Good):
 
 class Imprecise(Good):
     def attend(self, q, k, v, windows):
-        return super().attend(50 * q, k, v, windows)
+        # The digits of small numbers are lost.
+        return super().attend(q, k, v + 100, windows) - 100
 
 
 class IntegerBuffer(Good):
