@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ SIZES = ((1, 1), (1, 6), (6, 1), (3, 5), (8, 6))
 # A map that windows of 4 and stripes of 2 do not divide, so that they are padded.
 SIZE, WINDOW, STRIPE = (5, 7), 4, 2
 GRID = (4, 4)
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[], nn.Module]] = {
     "the whole map": WholeMap,
     "windows": lambda: SquareWindows(WINDOW, shifted=False),
     "shifted windows": lambda: SquareWindows(WINDOW, shifted=True),
@@ -130,7 +131,7 @@ def check_construction(subject: Subject) -> None:
     ):
         if not is_supported:
             what = f"{flag} is False, so the constructor refuses {', '.join(arguments)} with a ValueError"
-            expect_refused(lambda arguments=arguments: subject.new(**arguments), what)
+            expect_refused(partial(subject.new, **arguments), what)
     for name in kind.no_weight_decay_names:
         expect(hasattr(module, name), f"no_weight_decay_names names parameters, but there is no {name}")
 
@@ -174,7 +175,7 @@ def check_prefix_tokens(subject: Subject) -> None:
         expect(gradient[0, 2:].abs().max() > 0, f"the output of prefix token {token} depends on the tokens of the map")
     for count in (15, 16, 18):
         what = f"num_prefix_tokens=2 refuses {count} tokens for a map of 15 with a ValueError (call self.check_tokens)"
-        expect_refused(lambda count=count: module(subject.tokens(count), (3, 5)), what)
+        expect_refused(partial(module, subject.tokens(count), (3, 5)), what)
 
 
 def check_wrong_inputs(subject: Subject) -> None:

@@ -32,7 +32,10 @@ def import_modules(names: Sequence[str]) -> None:
         )
         IMPORTING.append(name)
         # At the end, so that nothing in the current folder replaces an installed package, and for this import only.
-        sys.path.append(os.getcwd())
+        folder = os.getcwd()
+        is_new = folder not in sys.path
+        if is_new:
+            sys.path.append(folder)
         try:
             import_module(name)
         except ModuleNotFoundError as error:
@@ -46,5 +49,6 @@ def import_modules(names: Sequence[str]) -> None:
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(f"--import {name} failed ({problem}): correct the module") from error
         finally:
-            sys.path.pop()
             IMPORTING.pop()
+            if is_new and folder in sys.path:
+                sys.path.remove(folder)
