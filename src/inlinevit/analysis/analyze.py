@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..engine.config import MOST_IMAGES
 from ..engine.outputs import check_output_folder
 from ..engine.runs import has_config, open_run
-from ..layers import ATTENTIONS, BaseAttention
+from ..layers import BaseAttention
+from ..layers.registry import attention_name
 from ..models.factory import parse_model
 from ..report import STYLES, Block, Report, Section, Table, Text
 from ..tasks.classification.config import ClassificationConfig, ClassificationDataOptions, DataConfig, ModelConfig
@@ -163,8 +164,7 @@ def views_of(subject: Subject, batches: Iterator[tuple[Tensor, Tensor]]) -> list
 
 def attention_of(model: nn.Module) -> str:
     """Return the names of a model's attentions, joined by +; models of timm have softmax attention."""
-    kinds = {kind: word for word, kind in ATTENTIONS.items()}
-    words = dict.fromkeys(kinds[type(part)] for part in model.modules() if isinstance(part, BaseAttention))
+    words = dict.fromkeys(attention_name(type(part)) for part in model.modules() if isinstance(part, BaseAttention))
     return "+".join(words) or "softmax"
 
 

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers import ATTENTIONS, AttentionAdapter, BaseAttention, SoftmaxAttention
+from ..layers import AttentionAdapter, BaseAttention, SoftmaxAttention
 from ..layers.base_attention import HeadGroup, join_head_groups
 from ..layers.layouts import Windows, covers_map, merge_heads, window_partition, window_reverse
+from ..layers.registry import attention_name, overrides
 from ..ops import softmax_weights
+from ..utils.validation import require
 from .layer import PADDING, PREFIX, Convolution, Layer, MaskFunction
 
 # Called with a layer: returns an output (batch · windows, heads, tokens, width) that replaces the layer's, or None.
@@ -77,8 +79,10 @@ def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
         if hasattr(parent, "shift_size") and hasattr(parent, "window_size"):
             find_places = partial(swin_places, parent, sizes)
         if isinstance(module, AttentionAdapter):
+            require_weights(name, module.attention)
             hook: Callable[..., Any] = partial(visit_adapter, name, visit, find_places)
         elif isinstance(module, BaseAttention) and not isinstance(parent, AttentionAdapter):
+            require_weights(name, module)
             hook, find_places = partial(visit_own, name, visit), None
         elif isinstance(getattr(module, "fused_attn", None), bool):
             hook = partial(visit_timm, name, visit, find_places or partial(plain_places, model, images))
@@ -97,6 +101,15 @@ def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
     finally:
         for handle in hooks:
             handle.remove()
+
+
+def require_weights(name: str, attention: BaseAttention) -> None:
+    """Refuse an attention that defines no attention weights."""
+    require(
+        overrides(type(attention), "attention_weights"),
+        f"{name} ({type(attention).__name__}) has no attention weights that could be inspected: define "
+        "attention_weights, if it has an N×N form, or analyze models with other attention",
+    )
 
 
 def visit_own(name: str, visit: Visit, attn: BaseAttention, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -145,7 +158,7 @@ def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, contex
     q, k, v, windows = group
     return Layer(
         name if windows.num_head_groups == 1 else f"{name} ({windows.head_group + 1} of {windows.num_head_groups})",
-        next(word for word, kind in ATTENTIONS.items() if type(attn) is kind),
+        attention_name(type(attn)),
         (windows.map_height, windows.map_width),
         q,
         k,

@@ -149,6 +149,9 @@ class RunConfig:
     """Shard parameters, gradients and optimizer states over the processes."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate: tensorboard, wandb, ...."""
+    attention_modules: dict[str, str] = field(default_factory=dict)
+    """A record that the run writes: its attentions of other packages, and the modules that registered them. They are
+    not imported because they stand here: that is what --import is for."""
     log_every: int = 50
     """Steps between lines in metrics.jsonl. Losses are read from the GPU this often, and so NaN is noticed; 1 stops
     before the weights change, but waits for the GPU in every step."""
@@ -305,6 +308,7 @@ class TrainConfig:
     free_on_resume: ClassVar[tuple[str, ...]] = (
         "data.path",
         "data.workers",
+        "run.attention_modules",
         "run.checkpoint_minutes",
         "run.checkpoint_steps",
         "run.keep_checkpoints",
@@ -407,7 +411,7 @@ def check_unchanged(before: dict[str, Any], now: TrainConfig, is_same_batch: boo
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
-        if name not in free and old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and not any(f"{name}.".startswith(f"{setting}.") for setting in free)
     ]
     require(
         not changed,

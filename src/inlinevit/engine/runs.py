@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from ..layers.registry import is_known
 from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_json, read_yaml
-from ..utils.validation import require
+from ..utils.validation import require, shorten
 from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
 from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK
@@ -112,10 +113,37 @@ def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
     name, command = stored.get("name", task), stored.get("command", "inlinevit")
     require(name == task, f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
     try:
-        return Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
+        run = Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
     except (ValueError, TypeError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path / RUN_CONFIG} is not the configuration of a {task} run ({problem}): fix it") from error
+    require_attentions(folder, cast(Any, run.config).run.attention_modules)
+    return run
+
+
+def require_attentions(folder: str, modules: Any) -> None:
+    """Refuse a run with attentions that are not registered, and say which modules to import: none is imported here.
+
+    Args:
+        folder: The folder of the run, for the message.
+        modules: The record of the run, `run.attention_modules` of its configuration.
+    """
+    for name, module in modules.items() if isinstance(modules, dict) else ():
+        if not is_known(str(name)):
+            remedy = f"add --import {shorten(module)}, or import it in Python first, if you trust that module"
+            if module == "__main__":
+                remedy = "register it first, as the script that trained the model did"
+            what = f"attention {shorten(name)!r} of the module {shorten(module)}"
+            raise ValueError(f"{folder} needs {what}, which is not imported: {remedy}")
+
+
+def recorded_attentions(folder: Path) -> Any:
+    """Return the record of a run for require_attentions(); None if there is no run, or its configuration is damaged."""
+    try:
+        config = read_yaml(folder / RUN_CONFIG)
+        return config["run"]["attention_modules"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def task_of(config_class: type) -> str:

@@ -10,21 +10,10 @@ from .enhanced_attention import EnhancedAttention
 from .focused_attention import FocusedAttention
 from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention, LocalResidual
-from .layouts import CrossStripes, SquareWindows, WholeMap
+from .layouts import CrossStripes, SquareWindows, WholeMap, Windows, padding_mask, take_head_group
 from .linear_attention import LinearAttention
+from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
-
-# The names of attention in the arguments of models.
-ATTENTIONS: dict[str, type[BaseAttention]] = {
-    "inline": InLineAttention,
-    "softmax": SoftmaxAttention,
-    "linear": LinearAttention,
-    "hydra": HydraAttention,
-    "efficient": EfficientAttention,
-    "angular": AngularAttention,
-    "enhanced": EnhancedAttention,
-    "focused": FocusedAttention,
-}
 
 __all__ = [
     "ATTENTIONS",
@@ -47,4 +36,10 @@ __all__ = [
     "SoftmaxAttention",
     "SquareWindows",
     "WholeMap",
+    "Windows",
+    "find_attention",
+    "list_attentions",
+    "padding_mask",
+    "register_attention",
+    "take_head_group",
 ]

@@ -86,7 +86,7 @@ class InferenceBlock(Block):
             return super().forward(x, feat_size)
         prefix = x.shape[1] - feat_size[0] * feat_size[1]
         # Hooks of attention get all tokens.
-        if has_hooks(self.attn) or not isinstance(self.attn, BaseAttention):
+        if has_hooks(self.attn) or not isinstance(self.attn, BaseAttention) or not self.attn.row_wise:
             return super().forward(x, feat_size)[:, :prefix]
         x = x[:, :prefix] + self.call_branch(attend_prefix, x, feat_size)
         return x + self.mlp_branch(x, (0, 0))

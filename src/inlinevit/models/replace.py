@@ -12,8 +12,9 @@ from timm.layers import PatchDropout, to_2tuple, trunc_normal_
 from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
-from ..layers import ATTENTIONS, AttentionAdapter, BaseAttention, PatchGrid, SoftmaxAttention
-from ..utils.validation import did_you_mean, require
+from ..layers import AttentionAdapter, BaseAttention, PatchGrid, SoftmaxAttention
+from ..layers.registry import find_attention
+from ..utils.validation import require
 from ._backbone import check_attn_kwargs
 
 _logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def replace_attention(
 
     Args:
         model: The model, which is changed.
-        attention: The new attention, one of inlinevit.layers.ATTENTIONS.
+        attention: The new attention, one of inlinevit.list_attentions().
         blocks: The blocks to change: indices in the order of the model (negative ones count from the end), names such
             as "blocks.3", or a function that is called with the name and the block. All by default.
         keep_weights: Keep `qkv` and `proj`, which must be those of plain softmax attention; otherwise they are
@@ -54,10 +55,7 @@ def replace_attention(
     Returns:
         The model.
     """
-    if attention not in ATTENTIONS:
-        hint = did_you_mean(attention, ATTENTIONS) or f"choose one of {', '.join(sorted(ATTENTIONS))}"
-        raise ValueError(f"unknown attention {attention!r}: {hint}")
-    if ATTENTIONS[attention].wants_local_mlp:
+    if find_attention(attention).wants_local_mlp:
         raise ValueError(
             f"{attention} attention needs convolutions in the MLPs, which are not replaced: use 'linear' for its "
             f"attention alone, or create a model of this library with attention={attention!r}"
@@ -268,7 +266,7 @@ class Source:
 
     def make_attention(self, attention: str, keep_weights: bool, attn_kwargs: dict[str, Any]) -> BaseAttention:
         """Return the new attention."""
-        kind, qkv, proj = ATTENTIONS[attention], self.attn.qkv, self.attn.proj
+        kind, qkv, proj = find_attention(attention), self.attn.qkv, self.attn.proj
         options: dict[str, Any] = {"num_prefix_tokens": self.num_prefix_tokens, **attn_kwargs}
         grid = self.window_size or getattr(self.patch_embed, "grid_size", None)
         if kind.learns_grid and grid is not None:
