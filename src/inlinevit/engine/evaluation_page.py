@@ -54,8 +54,8 @@ def worst_images(evaluation: "Evaluation") -> list[Block]:
         blocks.append(Text("There are no mistakes."))
     unusable = sum(bool(row.error) for row in evaluation.records.rows)
     if unusable:
-        verb = "image was" if unusable == 1 else "images were"
-        blocks.append(Text(f"{unusable} {verb} left out, because they cannot be read: see error in predictions.csv."))
+        what = "image was" if unusable == 1 else "images were"
+        blocks.append(Text(f"{unusable:,} {what} left out: the column error of predictions.csv says why."))
     return blocks
 
 

@@ -137,13 +137,12 @@ def dots_figure(values: Mapping[str, Sequence[float | None]], names: Sequence[st
 
 
 @plot_style
-def reliability_figure(bins: Sequence[Sequence[float]], unit: str, outcome: str) -> Figure:
+def reliability_figure(bins: Sequence[Sequence[float]], outcome: str) -> Figure:
     """Plot how often predictions come true against their probability, and below it how many there are.
 
     Args:
         bins: For each of some equal ranges of probabilities from 0 to 1: the number of predictions, the sum of their
             probabilities, and how many came true.
-        unit: What is predicted, such as "images".
         outcome: What it is if the prediction comes true, such as "right".
     """
     figure = Figure(figsize=(0.55 * WIDTH, 0.6 * WIDTH))
@@ -158,5 +157,5 @@ def reliability_figure(bins: Sequence[Sequence[float]], unit: str, outcome: str)
     curve.set(ylabel=f"share that is {outcome}", xlim=(0, 1), ylim=(0, 1))
     curve.legend(loc="upper left")
     histogram.bar([(place + 0.5) * width for place in range(len(bins))], [count for count, _, _ in bins], **look)
-    histogram.set(xlabel="predicted probability", ylabel=unit)
+    histogram.set(xlabel="predicted probability", ylabel="count")
     return figure

@@ -69,7 +69,7 @@ def calibration_section(bins: Tensor, error: float, unit: str, outcome: str) -> 
         f"{100 * happened / count:.2f} % of the {unit} are {outcome}."
     )
     figure = Picture(
-        reliability_figure(bins.tolist(), unit, outcome),
+        reliability_figure(bins.tolist(), outcome),
         f"Reliability diagram with {len(bins)} bins; the expected calibration error is {100 * error:.2f} %.",
         "Where the curve is below the dashed line, the model is too sure; where it is above, not sure enough. Below: "
         f"how many {unit} have which probability.",
