@@ -168,7 +168,7 @@ def test_the_threshold_of_detections(tmp_path: Path) -> None:
     # Images are not read to evaluate stored results: if they cannot be, their pictures are blank.
     for file in (tmp_path / "coco" / "val2017").iterdir():
         file.write_bytes(b"no image")
-    stored = ["--results", f"[{tmp_path / 'out' / 'results_bbox.json'}]", "--threshold", "0"]
+    stored = ["--results", str(tmp_path / "out" / "results_bbox.json"), "--threshold", "0"]
     _, again, page = evaluate("detection", run, tmp_path / "stored", *stored)
     assert again == everything
     assert page.count("<figcaption>prediction</figcaption>") == 5
@@ -177,4 +177,4 @@ def test_the_threshold_of_detections(tmp_path: Path) -> None:
 def test_a_threshold_without_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["detect", "eval", "nothing", "--threshold", "0.3"])
-    assert "--threshold is for the files of --output only: add it, or leave both out" in capsys.readouterr().err
+    assert "--threshold is for the files of an evaluation: name a folder with --output" in capsys.readouterr().err
