@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import tarfile
@@ -16,6 +17,7 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from inlinevit.cli import main
+from tests.tasks.classification.test_evaluate import image_folder
 from tests.tasks.runs import MAKE, make_image_run
 
 COMMANDS = {"classification": [], "multilabel": ["multilabel"], "detection": ["detect"], "segmentation": ["segment"]}
@@ -125,6 +127,18 @@ def test_names_are_escaped_and_unusable_images_are_listed(tmp_path: Path, capsys
     assert "1 image was left out" in page
     assert "&lt;script&gt;alert" in page
     assert "<script" not in page
+
+
+def test_names_that_are_not_valid_text(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    image_folder(tmp_path / "images", ["ant", name])
+    (tmp_path / "images" / name / "0.png").write_bytes(b"no image")
+    make_image_run(tmp_path / "run", tmp_path / "images", ["ant", name])
+    _, rows, page = evaluate("classification", tmp_path / "run", tmp_path / "out", "--data.max_unreadable", "1")
+    assert rows[2]["file"] == f"{tmp_path}/images/caf\\xe9/0.png"
+    assert rows[2]["error"].startswith(rows[2]["file"])
+    assert rows[3]["truth"] == "caf\\xe9"
+    assert "caf\\xe9" in page
 
 
 def test_shards_are_recorded_in_their_order(tmp_path: Path) -> None:

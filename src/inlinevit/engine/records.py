@@ -117,7 +117,7 @@ class ImageRecorder:
 
     def skip(self, index: int, file: str, error: str) -> None:
         """Record an image that could not be used."""
-        self.rows.append(Row(index, display_name(file), (), error))
+        self.rows.append(Row(index, display_name(file), (), display_name(error)))
 
     def gather(self) -> ImageRecords:
         """Return the records of all processes, the same on each; all of them call this."""

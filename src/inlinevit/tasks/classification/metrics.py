@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassConfusionMatrix
 
+from ...data.images import display_name
 from ...data.loader import EvalLoader
 from ...engine.evaluator import Evaluation, Evaluator
 from ...engine.records import rounded, to_picture
@@ -184,16 +185,15 @@ class ImageEvaluator(Evaluator):
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add the logits (images, classes) and the labels (images,) of a batch; the labels are on the CPU."""
 
-    def top_classes(self, probabilities: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the most probable classes of images (images, classes), as columns of predictions.csv."""
-        rows = []
-        for values, indices in zip(*probabilities.topk(min(TOP_CLASSES, len(classes)), dim=1), strict=True):
+    def top_classes(self, logits: Tensor, probabilities: Tensor, classes: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield the most probable classes of images (images, classes), as columns of predictions.csv."""
+        # Logits, because large probabilities may all be 1; stable, so that the first of equals comes first.
+        order = logits.argsort(dim=1, descending=True, stable=True)[:, :TOP_CLASSES]
+        for indices, values in zip(order.tolist(), probabilities.gather(1, order).tolist(), strict=True):
             row: dict[str, Any] = {}
-            ranked = zip(values.tolist(), indices.tolist(), strict=True)
-            for rank, (value, index) in enumerate(ranked, start=1):
+            for rank, (index, value) in enumerate(zip(indices, values, strict=True), start=1):
                 row |= {f"top{rank}": classes[index], **rounded({f"top{rank}_probability": value})}
-            rows.append(row)
-        return rows
+            yield row
 
     @staticmethod
     def require_images(images: int) -> None:
@@ -221,7 +221,9 @@ class ClassificationEvaluator(ImageEvaluator):
     ) -> None:
         super().__init__(source, spec, config, num_classes if labels is None else len(labels), labels)
         self.num_classes = num_classes
-        self.classes = [str(index) for index in range(num_classes)] if classes is None else list(classes)
+        names = [str(index) for index in range(num_classes)] if classes is None else classes
+        # Folders may have names that are not valid text.
+        self.classes = list(map(display_name, names))
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
@@ -247,7 +249,7 @@ class ClassificationEvaluator(ImageEvaluator):
         guesses = logits.argmax(dim=1)
         confidences = probabilities.gather(1, guesses[:, None])[:, 0]
         self.calibration_bins.update(confidences, guesses == labels)
-        tops = self.top_classes(probabilities, self.classes)
+        tops = self.top_classes(logits, probabilities, self.classes)
         columns = zip(labels.tolist(), guesses.tolist(), confidences.tolist(), losses, tops, strict=True)
         for truth, guess, confidence, loss, top in columns:
             values: dict[str, Any] = {

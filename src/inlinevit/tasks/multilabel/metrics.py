@@ -120,7 +120,7 @@ class MultilabelEvaluator(ImageEvaluator):
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1).tolist()
         predicted, true = probabilities > self.threshold, targets > 0
         self.calibration_bins.update(probabilities, true)
-        tops = self.top_classes(probabilities, self.classes)
+        tops = self.top_classes(logits, probabilities, self.classes)
         for guess, truth, loss, top in zip(predicted, true, losses, tops, strict=True):
             right, wrong, missed = (guess & truth), (guess & ~truth), (truth & ~guess)
             total = int(guess.sum() + truth.sum())
