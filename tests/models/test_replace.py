@@ -187,7 +187,7 @@ REFUSED = [
     ("vit_tiny_patch16_224", {**VIT, "attn_layer": "diff"}, {}, "has no lambda_q1"),
     ("vit_tiny_patch16_224", {**VIT, "attn_drop_rate": 0.1}, {}, "create the model with attn_drop_rate=0"),
     ("vit_tiny_patch16_224", {**VIT, "patch_drop_rate": 0.1}, {}, "create it with patch_drop_rate=0"),
-    ("vit_tiny_patch16_224", VIT, {"attention": "inlin"}, "unknown attention 'inlin': did you mean inline"),
+    ("vit_tiny_patch16_224", VIT, {"attention": "inlin"}, "unknown attention 'inlin': choose one of "),
     ("vit_tiny_patch16_224", VIT, {"attention": "enhanced"}, "convolutions in the MLPs"),
     ("vit_tiny_patch16_224", VIT, {"keep_weight": True}, "has no argument 'keep_weight'"),
     ("vit_tiny_patch16_224", VIT, {"feature_map": 3}, "feature_map in attn_kwargs is 3"),

@@ -227,7 +227,8 @@ class EvalOptions(CommandOptions):
 
     data: DataOptions = field(default_factory=DataOptions)
     output: str | None = None
-    """Folder for evaluation.json, per_class.csv and further files; null = only print tables."""
+    """Folder for evaluation.json, evaluation.html, per_class.csv, predictions.csv and further files; null = only print
+    tables."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: no, bf16 or fp16."""
 

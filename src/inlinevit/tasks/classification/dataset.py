@@ -71,14 +71,31 @@ class LabelledImages(Dataset[Sample]):
         return image, label
 
 
+class NamedImages(Dataset[tuple[Sample, str]]):
+    """Labelled images, each with its name."""
+
+    def __init__(self, images: LabelledImages) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Sample, str]:
+        return self.images[index], self.images.source.name(index)
+
+
 class LabelledStream:
-    """Shards as a stream of labelled images; further arguments as for LabelledImages."""
+    """Shards as a stream of labelled images; further arguments as for LabelledImages.
 
-    def __init__(self, source: ShardSource, *arguments: Any) -> None:
-        self.lengths, self.read, self.arguments = source.lengths, source.read, arguments
+    With `named`, each image comes with its name.
+    """
 
-    def samples(self, stored: list[dict[str, Any]]) -> LabelledImages:
-        return LabelledImages(ShardImages(stored), *self.arguments)
+    def __init__(self, source: ShardSource, *arguments: Any, named: bool = False) -> None:
+        self.lengths, self.read, self.arguments, self.named = source.lengths, source.read, arguments, named
+
+    def samples(self, stored: list[dict[str, Any]]) -> LabelledImages | NamedImages:
+        images = LabelledImages(ShardImages(stored), *self.arguments)
+        return NamedImages(images) if self.named else images
 
 
 class UnreadableCounter:
@@ -105,6 +122,11 @@ def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, list[str]]:
     """Collate samples to a batch: images (batch, channels, height, width), labels (batch,), problems."""
     images, labels, problems = zip(*samples, strict=True)
     return torch.stack(images), torch.tensor(labels), [problem for several in problems for problem in several]
+
+
+def collate_named(samples: list[tuple[Sample, str]]) -> tuple[Tensor, Tensor, list[str], list[str]]:
+    """Collate samples with names to a batch: images, labels and problems as by `collate`, and names."""
+    return *collate([sample for sample, _ in samples]), [name for _, name in samples]
 
 
 def drop_unreadable(
@@ -159,17 +181,26 @@ def make_eval_loader(
     config: ImageDataConfig,
     process: int,
     processes: int,
+    named: bool = False,
 ) -> EvalLoader:
     """Return the batches (images, labels, problems) of one process; over all processes, every image comes once.
 
-    An image that cannot be used is a black one with label NO_LABEL.
+    An image that cannot be used is a black one with label NO_LABEL. With `named`, batches have the indices and the
+    names of images, too: (indices, (images, labels, problems, names)).
     """
     arguments = transform, mode, num_targets
-    images: LabelledImages | LabelledStream
+    images: LabelledImages | NamedImages | LabelledStream
     if isinstance(source, ShardSource):
-        images = LabelledStream(source, *arguments)
+        images = LabelledStream(source, *arguments, named=named)
     else:
         images = LabelledImages(source, *arguments)
+        images = NamedImages(images) if named else images
     return EvalLoader(
-        images, config.batch_size, workers=config.workers, collate=collate, process=process, processes=processes
+        images,
+        config.batch_size,
+        workers=config.workers,
+        collate=collate_named if named else collate,
+        process=process,
+        processes=processes,
+        numbered=named,
     )

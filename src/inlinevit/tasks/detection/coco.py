@@ -174,6 +174,14 @@ class CocoSource:
             "masks": torch.from_numpy(np.ascontiguousarray(masks.transpose(2, 0, 1))),
         }
 
+    def annotations(self, index: int) -> list[Record]:
+        """Return what the file says of the objects of an image, with crowds; masks are compressed RLE."""
+        image = self.images[index]
+        return [
+            {**annotation, "segmentation": _encode(annotation["segmentation"], image)}
+            for annotation in self._objects[index]
+        ]
+
     def ground_truth(self) -> dict[str, list[Record]]:
         """COCO's images, annotations and categories for evaluation: all that the file says of the images taken.
 

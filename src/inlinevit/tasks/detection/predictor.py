@@ -17,7 +17,7 @@ from ...utils.validation import require
 from ..backbone import load_trained
 from .coco import Category, CocoSource, Record
 from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions
-from .metrics import DetectionEvaluator, detect, read_results, to_results
+from .metrics import SCORE_THRESHOLD, DetectionEvaluator, detect, read_results, to_results
 from .model import build_detector
 from .visualize import draw_objects
 
@@ -78,12 +78,18 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         return f"{self.name}, {self.config.model.min_size} pixels"
 
     def settings(self, options: DetectionEvalOptions) -> dict[str, Any]:
-        return {"results": options.results}
+        return {"results": options.results, "threshold": score_threshold(options)}
 
     def make_evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
         """See Predictor.evaluator; categories are matched by name."""
         categories = match_categories(self.categories, data.source)
-        return DetectionEvaluator(data.source, data.config.workers, categories=categories, keep_results=True)
+        return DetectionEvaluator(
+            data.source,
+            data.config.workers,
+            categories=categories,
+            keep_results=True,
+            threshold=score_threshold(options),
+        )
 
 
 class StoredResults(DetectionPredictor):
@@ -98,7 +104,12 @@ class StoredResults(DetectionPredictor):
 
     def make_evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
         results = read_results(self.files, data.source.ground_truth())
-        return DetectionEvaluator(data.source, workers=0, results=results)
+        return DetectionEvaluator(data.source, workers=0, results=results, threshold=score_threshold(options))
+
+
+def score_threshold(options: DetectionEvalOptions) -> float:
+    """Return the score from which a detection counts in the records of single images."""
+    return SCORE_THRESHOLD if options.threshold is None else options.threshold
 
 
 def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredictor:
