@@ -29,6 +29,8 @@ COMMANDS = [words for document in DOCUMENTS for words in shell_lines(document)]
 # The same commands in a few seconds: less to train on, smaller models.
 SMALLER = {
     "embedded": "--schedule.steps 2 --schedule.warmup 0 --data.max_train_samples 100 --data.workers 0",
+    "finetune": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 --model.img_size 32 "
+    "--model.pretrained false",
     "inline_swin_tiny": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 "
     "--model.img_size 64",
     "multilabel_inline_swin_tiny": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 "
@@ -67,6 +69,7 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     generator = np.random.default_rng(0)
     names = [f"path/to/imagenet/{part}/{kind}/{i}.jpg" for part in ("train", "val") for kind in "ab" for i in range(2)]
+    names += [f"my_photos/{kind}/{i}.jpg" for kind in "ab" for i in range(3)]
     for name in [*names, "photo.jpg", "photos/1.jpg", "photos/2.jpg"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)

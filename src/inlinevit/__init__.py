@@ -11,14 +11,23 @@ import wrapt
 
 __version__ = "0.1.0"
 
-__all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops", "optimize_for_inference"]
+__all__ = [
+    "InLineAttention",
+    "PretrainedWeightsError",
+    "__version__",
+    "layers",
+    "load_checkpoint",
+    "models",
+    "ops",
+    "optimize_for_inference",
+]
 
 __getattr__, _, _ = lazy_loader.attach(
     __name__,
     submodules=["layers", "models", "ops"],
     submod_attrs={
         "layers": ["InLineAttention"],
-        "models": ["load_checkpoint"],
+        "models": ["PretrainedWeightsError", "load_checkpoint"],
         "models.inference": ["optimize_for_inference"],
     },
 )

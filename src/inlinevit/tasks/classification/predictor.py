@@ -183,7 +183,9 @@ def load_classifier(
     if num_classes < 2:
         raise ValueError(f"{model} has no classification head: name a checkpoint that has one")
     return ClassificationPredictor(
-        model=build_model(config, num_classes, new_head=False).eval(),
+        model=build_model(
+            config, num_classes, new_head=False, option="--checkpoint FILE, or checkpoint=FILE in Python"
+        ).eval(),
         name=config.name,
         num_classes=num_classes,
         classes=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
