@@ -298,7 +298,8 @@ def hold_out(source: "FolderSource | TarSource", share: float, training: bool) -
         title = source.classes[label]
         indices.sort(key=lambda index: _digest(f"{title}/{os.path.basename(paths[index])}"))
         held_out.update(indices[: min(max(1, round(share * len(indices))), len(indices) - 1)])
-    if not held_out:
+    # A single class is refused for that reason, when training opens it.
+    if not held_out and not (training and len(by_class) == 1):
         raise ValueError(
             "no class has two images, so none can be held out for evaluation: add images, or name those for "
             "evaluation with --data.eval_path"
