@@ -32,6 +32,8 @@ COMMANDS = [words for document in DOCUMENTS for words in shell_lines(document)]
 SMALLER = {
     "embedded": "--schedule.steps 2 --schedule.warmup 0 --data.max_train_samples 100 --data.workers 0 "
     "--model.kwargs.depth 1 --model.kwargs.embed_dim 16 --model.kwargs.num_heads 2",
+    "finetune": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 --model.img_size 32 "
+    "--model.pretrained false",
     # A command that follows takes its weights by the name of the model, so it has its full size.
     "inline_swin_tiny": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 4 --data.workers 0 "
     "--model.img_size 64 --run.ema_decay null",
@@ -93,6 +95,7 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     generator = np.random.default_rng(0)
     names = [f"path/to/imagenet/{part}/{kind}/{i}.jpg" for part in ("train", "val") for kind in "ab" for i in range(2)]
+    names += [f"my_photos/{kind}/{i}.jpg" for kind in "ab" for i in range(3)]
     for name in [*names, "photo.jpg", "photos/1.jpg", "photos/2.jpg"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)

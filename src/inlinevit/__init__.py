@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "InLineAttention",
+    "PretrainedWeightsError",
     "__version__",
     "layers",
     "list_attentions",
@@ -31,7 +32,7 @@ __getattr__, _, _ = lazy_loader.attach(
     submodules=["layers", "models", "ops", "testing"],
     submod_attrs={
         "layers": ["InLineAttention", "list_attentions", "register_attention"],
-        "models": ["load_checkpoint", "replace_attention"],
+        "models": ["PretrainedWeightsError", "load_checkpoint", "replace_attention"],
         "models.inference": ["optimize_for_inference"],
         "tasks.loading": ["load"],
     },

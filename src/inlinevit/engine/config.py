@@ -113,7 +113,7 @@ class RunConfig:
     """Where a run writes its results, and how it uses the machine."""
 
     output: str = "runs/latest"
-    """Folder of the results: config.yaml, metrics.jsonl, checkpoints, model.safetensors."""
+    """Folder of the results: config.yaml, train.log, metrics.jsonl, checkpoints, model.safetensors."""
     seed: int = 0
     """Determines initial weights, shuffling of the data and augmentation."""
     resume: str = "auto"

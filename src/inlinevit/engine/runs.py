@@ -28,7 +28,7 @@ CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 # Names the task of a run, its command and its further files.
 RUN_TASK = "task.json"
 # What every run writes into its folder, besides its checkpoints.
-RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, RUN_TASK, "results.json", "metrics.jsonl")
+RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, RUN_TASK, "results.json", "metrics.jsonl", "train.log")
 
 
 def is_run(folder: Path) -> bool:

@@ -24,6 +24,7 @@ from .monitor import StepMonitor, StepValues
 from .nan_dump import write_nan_dump
 from .run_folder import RunFolder
 from .runs import recorded_attentions, require_attentions
+from .settings import describe_settings
 from .setup import (
     build_on_meta,
     convert_batch_norms,
@@ -147,6 +148,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         batches: Iterator[Any] = iter(())
         with RunLogger(self.config, self.accelerator, self.progress, self.total_steps) as log, self.stop:
+            log.begin(self.describe())
             first = self.progress.step
             if first > 0 and self.evaluation_is_due():
                 # The run ended before or during this evaluation.
@@ -177,6 +179,13 @@ class Trainer:
                     log.line(step + 1, {})
         self.folder.write_results(self.progress, self.model if self.ema is None else self.ema.module)
         return self.progress.metrics
+
+    def describe(self) -> list[str]:
+        """Return the model, the data and the settings that have an effect, in a few lines."""
+        rates = [group.get("lr_scale", 1.0) for group in self.optimizer.param_groups]
+        device = self.accelerator.device.type
+        settings = describe_settings(self.config, self.plan, self.steps_per_epoch, self.total_steps, device, rates)
+        return [*filter(None, [self.task.describe()]), *settings]
 
     def evaluation_is_due(self) -> bool:
         """Whether to evaluate now: every so many epochs or steps, and at the end, unless that was done."""

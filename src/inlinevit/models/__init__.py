@@ -3,6 +3,7 @@
 from . import baseline_deit as baseline_deit
 from ._backbone import Backbone, attention_by_stage
 from ._checkpoint import load_checkpoint
+from ._pretrained import PretrainedWeightsError
 from .inline_cswin import InLineCSWin
 from .inline_deit import InLineDeiT
 from .inline_pvt import InLinePVT
@@ -15,6 +16,7 @@ __all__ = [
     "InLineDeiT",
     "InLinePVT",
     "InLineSwin",
+    "PretrainedWeightsError",
     "attention_by_stage",
     "baseline_deit",
     "load_checkpoint",

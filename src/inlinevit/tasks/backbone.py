@@ -56,7 +56,7 @@ def build_on_backbone(
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        OSError: The published weights cannot be downloaded.
+        PretrainedWeightsError: The published weights cannot be downloaded.
         ValueError: There is no such backbone or option, it has other strides, or the checkpoint is of another model.
     """
     check_model_name(config.backbone)
@@ -103,8 +103,9 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
             config_fields=CONFIG_FIELDS,
         )
 
-    if config.pretrained:
-        body = create_published(config.backbone, lambda: create(pretrained=True))
+    if config.pretrained and config.checkpoint is None:
+        option = "--model.checkpoint FILE, or checkpoint=FILE in Python"
+        body = create_published(config.backbone, lambda: create(pretrained=True), option)
     elif weights is None or config.checkpoint is None:
         body = create()
     elif is_ours(config.backbone):

@@ -64,7 +64,7 @@ class BackboneConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the backbone, such as attention: softmax."""
     pretrained: bool = False
-    """Start from the published weights of the backbone."""
+    """Start from the published weights of the backbone, or from those of checkpoint if it is given."""
     checkpoint: str | None = None
     """Start from the weights in a file, of the backbone or of a whole model; their classes may differ."""
     drop_path_rate: float = 0.1
@@ -73,10 +73,6 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model", **self.ranges)
-        require(
-            not self.pretrained or self.checkpoint is None,
-            "model.pretrained and model.checkpoint both name initial weights: choose one of them",
-        )
 
 
 def refuse_layer_decay(config: TrainConfig) -> None:

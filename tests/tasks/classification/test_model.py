@@ -92,8 +92,16 @@ def test_unreachable_weights_are_told_in_a_sentence(monkeypatch: pytest.MonkeyPa
         raise OSError("no network")
 
     monkeypatch.setattr("timm.models._builder.download_cached_file", unreachable)
-    with pytest.raises(OSError, match=r"inline_deit_tiny cannot be fetched \(no network\): .*checkpoint"):
+    with pytest.raises(OSError, match=r"inline_deit_tiny cannot be fetched from .* \(no network\): .*checkpoint"):
         build_model(ModelConfig("inline_deit_tiny", pretrained=True), 10)
+
+
+def test_a_file_takes_the_place_of_published_weights(tmp_path: Path) -> None:
+    """As when --model.checkpoint is added to a recipe that starts from published weights."""
+    there = timm.create_model("test_vit", num_classes=7)
+    file = save(there, tmp_path / "weights.safetensors")
+    loaded = build_model(ModelConfig("test_vit", pretrained=True, checkpoint=file), 7)
+    assert same(weights_of(there), weights_of(loaded))
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "test_vit", "resnet18"])

@@ -55,11 +55,16 @@ class DataConfig(ImageDataConfig):
     eval_split: str | None = None
     """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
     testing, the first that exists (of hfds/ not test)."""
+    eval_share: float | None = None
+    """Share of each class that is held out of training, for evaluation, if class folders or a tar file have no splits
+    and eval_path is not given; the names of the files decide which images. null = 0.2."""
     root: str | None = None
     """Folder of the data that timm.data knows by a prefix."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.eval_share is not None:
+            check_value("data.eval_share", self.eval_share, float, Range(0, 1, above_least=True, below_most=True))
         for field_name in ("path", "eval_path"):
             path = vars(self)[field_name] or ""
             kind, _, name = path.partition("/")
@@ -114,6 +119,9 @@ class ClassificationDataOptions(ImageDataOptions):
 
     def applied_to(self, run: Any, default: Any) -> Any:
         data = super().applied_to(run, default)
+        if run is not None and run.eval_path is None and self.path is None and self.eval_path is None:
+            # Images that were held out of training are found as training has found them.
+            data = replace(data, eval_path=None)
         require(
             self.root is None or data.path.partition("/")[0] in ROOTED,
             f"data.root is for data whose name begins with {'/, '.join(ROOTED)}/, not for {data.path}: leave it out",
@@ -192,7 +200,7 @@ class ModelConfig:
     drop_path_rate: float = 0.1
     """Stochastic depth rate of the last block; it rises linearly up to there."""
     pretrained: bool = False
-    """Start from the published weights."""
+    """Start from the published weights, or from those of checkpoint if it is given."""
     checkpoint: str | None = None
     """Start from the weights in a file; their size and number of classes may differ."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -206,10 +214,6 @@ class ModelConfig:
             img_size=Range(1, MOST_PIXELS),
             crop_pct=Range(0, 1, above_least=True),
             drop_path_rate=Range(0, 1, below_most=True),
-        )
-        require(
-            not self.pretrained or self.checkpoint is None,
-            "model.pretrained and model.checkpoint each say what to start from: choose one of them",
         )
 
 

@@ -191,7 +191,9 @@ def load_classifier(
     if num_classes < 2:
         raise ValueError(f"{model} has no classification head: name a checkpoint that has one")
     return ClassificationPredictor(
-        model=build_model(config, num_classes, new_head=False).eval(),
+        model=build_model(
+            config, num_classes, new_head=False, option="--checkpoint FILE, or checkpoint=FILE in Python"
+        ).eval(),
         name=config.name,
         config=config if run is None else run.config,
         num_classes=num_classes,

@@ -15,6 +15,7 @@ from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.validation import require
 from .. import TASKS
+from ..describe import describe_start
 from .config import (
     AugmentConfig,
     ClassificationConfig,
@@ -64,7 +65,8 @@ class Teacher(nn.Module):
             f"the teacher {config.teacher} has {known} classes, but the data have {num_classes}: name the file "
             "of one that was trained on them with --distillation.checkpoint",
         )
-        self.model = build_model(model, num_classes, new_head=False).eval().requires_grad_(False)
+        built = build_model(model, num_classes, new_head=False, option="--distillation.checkpoint FILE")
+        self.model = built.eval().requires_grad_(False)
         # The student's images are normalised for the student; the teacher may expect another mean and std.
         own = input_spec(model)
         mean, std, own_mean, own_std = (
@@ -88,6 +90,7 @@ class ImageTask(Task):
     """A task with labels of whole images; its config has `data`, `augment` and `model`."""
 
     train_source: ImageSource | ShardSource
+    eval_source: ImageSource | ShardSource
     # Width of the head.
     num_classes: int
     # Labels of the training data are below this: the number of classes, or of rows in a table of targets.
@@ -102,6 +105,10 @@ class ImageTask(Task):
 
     def build_model(self) -> nn.Module:
         return build_model(self.config.model, self.num_classes)
+
+    def describe(self) -> str:
+        name = f"{self.config.model.name} for {self.num_classes} classes"
+        return describe_start(name, self.config, self.train_source, self.eval_source)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
         """See Task.train_loader: images, labels, problems."""

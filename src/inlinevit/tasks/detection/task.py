@@ -14,6 +14,7 @@ from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import require
 from .. import TASKS
+from ..describe import describe_start
 from .coco import open_coco
 from .config import DetectionConfig, DetectionDataConfig, DetectionEvalOptions
 from .dataset import make_train_loader
@@ -53,6 +54,11 @@ class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command
 
     def build_model(self) -> nn.Module:
         return build_detector(self.config.model, self.num_classes)
+
+    def describe(self) -> str:
+        config = self.config
+        name = f"{config.model.arch} on {config.model.backbone} for {self.num_classes} classes"
+        return describe_start(name, config, self.train_source, self.eval_source)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
         config = self.config

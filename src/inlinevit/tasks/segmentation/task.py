@@ -14,6 +14,7 @@ from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from .. import TASKS
 from ..backbone import mean_and_std
+from ..describe import describe_start
 from .ade import open_ade
 from .config import SegmentationConfig, SegmentationDataConfig, SegmentationEvalOptions
 from .dataset import make_train_loader
@@ -43,6 +44,11 @@ class Segmentation(Task, config=SegmentationConfig, command=TASKS["segmentation"
 
     def build_model(self) -> nn.Module:
         return build_segmenter(self.config.model, len(self.labels.classes))
+
+    def describe(self) -> str:
+        config = self.config
+        name = f"{config.model.arch} on {config.model.backbone} for {len(self.labels.classes)} classes"
+        return describe_start(name, config, self.train_source, self.eval_source)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
         return make_train_loader(self.train_source, self.config.augment, self.config.run.seed, plan)
