@@ -49,7 +49,7 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
         super().__init__(config)
         self.train_source: CsvSource = open_csv(config.data, training=True)
         self.classes, self.targets = self.train_source.classes, self.train_source.targets
-        self.eval_source = open_csv(config.data, training=False, classes=self.classes)
+        self.eval_source: CsvSource = open_csv(config.data, training=False, classes=self.classes)
         self.num_classes, self.num_targets = len(self.classes), len(self.train_source)
         fits = self.num_classes > 0 and config.model.num_classes in (None, self.num_classes)
         require(fits, f"{config.data.path} has {self.num_classes} labels: model.num_classes should be as many")
