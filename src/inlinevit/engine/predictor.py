@@ -5,7 +5,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -23,8 +23,9 @@ from ..data.images import (
     printable,
     unique_names,
 )
+from ..data.pixels import AnyImage, PixelFormat
 from ..utils.atomic import atomic_text_writer, atomic_write_png, disk_full_errors, json_list_writer, make_output_dir
-from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions
+from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions, PixelOptions
 from .evaluator import EvalData, Evaluator
 from .outputs import check_output_file, check_output_folder
 from .results import CLASS_WRITERS, Prediction, Result
@@ -49,19 +50,21 @@ class Predictor(ABC, Generic[Result]):
     name: str
 
     # Images with more pixels are refused; None = Pillow's limit.
-    max_pixels: ClassVar[int | None] = None
+    max_pixels: int | None = field(default=None, kw_only=True)
+    # The bands and values of images that the model gets.
+    pixels: PixelFormat = field(default=PixelFormat(), kw_only=True)
 
     @property
-    def mode(self) -> str:
-        """Pillow's name of the colour mode that images are converted to."""
-        return "RGB"
+    def mode(self) -> PixelFormat:
+        """How images are converted."""
+        return self.pixels
 
     @abstractmethod
-    def predict_images(self, images: list[Image.Image], options: Any, device: torch.device) -> list[Result | None]:
+    def predict_images(self, images: list[AnyImage], options: Any, device: torch.device) -> list[Result | None]:
         """Return the results of some images; None where the model's output is not finite.
 
         Args:
-            images: In the colour mode of this predictor; one at a time, unless the options have a batch_size.
+            images: In the mode of this predictor; one at a time, unless the options have a batch_size.
             options: The task's options of `predict`.
             device: Where the model is.
         """
@@ -104,11 +107,11 @@ class DrawingPredictor(Predictor[Result]):
     drawing_suffixes: ClassVar[dict[str, str]]
 
     @abstractmethod
-    def render(self, image: Image.Image, result: Result) -> Rendering:
+    def render(self, image: AnyImage, result: Result) -> Rendering:
         """Draw a result on its image; arguments as they are in a Prediction."""
 
 
-def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
+def read_images(files: ImageFiles, mode: str | PixelFormat, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
     """Read images one after the other; those that cannot be used have an error. See Predictor for the arguments."""
     for index in range(len(files)):
         name = files.name(index)
@@ -133,7 +136,8 @@ def predict(
     batch_size = options.batch_size if isinstance(options, ClassPredictOptions) else 1
     predictor.check_memory(min(batch_size, len(files)))
     predictor.model.to(chosen)
-    images = read_images(files, predictor.mode, predictor.max_pixels)
+    mode, max_pixels = override_pixels(predictor, options.data)
+    images = read_images(files, mode, max_pixels)
     while batch := list(islice(images, batch_size)):
         readable = [one.image for one in batch if one.image is not None]
         results = iter(predictor.predict_images(readable, options, chosen) if readable else [])
@@ -143,6 +147,14 @@ def predict(
                 if one.result is None:
                     one.error = f"{one.file} gives NaN or infinite values: check the model's weights"
             yield one
+
+
+def override_pixels(predictor: Predictor[Any], options: PixelOptions) -> tuple[PixelFormat, int | None]:
+    """Return the bands and values that a predictor gets, and its pixel limit, with options in place of the run's."""
+    bands = predictor.mode.bands if options.bands is None else tuple(options.bands)
+    values: Any = predictor.mode.range if options.range is None else options.range
+    mode = replace(predictor.mode, bands=bands, range=tuple(values) if isinstance(values, list) else values)
+    return mode, predictor.max_pixels if options.max_pixels is None else options.max_pixels
 
 
 def predict_command(task: type["Task"], model: str, images: Sequence[str], options: CommandOptions) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import get_pretrained_cfg, is_model
 from torch import Tensor
 
+from ...data.pixels import AnyImage, PixelFormat
 from ...engine.evaluator import EvalData
 from ...engine.predictor import Predictor
 from ...engine.results import ClassProbability, shorten_list
@@ -47,7 +47,7 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
     spec: InputSpec
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> PixelFormat:
         return self.spec.mode
 
     def readable_classes(self) -> list[str]:
@@ -56,7 +56,7 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
             return [str(index) for index in range(self.num_classes)]
         return wordnet_names(self.classes)
 
-    def logits(self, images: list[Image.Image], device: torch.device) -> Tensor:
+    def logits(self, images: list[AnyImage], device: torch.device) -> Tensor:
         """Return the logits (images, classes) of images, in float32 and on the CPU."""
         transform = evaluation_transform(self.spec)
         inputs = torch.stack([transform(image) for image in images])
@@ -94,7 +94,7 @@ class ClassificationPredictor(ImagePredictor):
     """A classifier that is ready to use."""
 
     def predict_images(
-        self, images: list[Image.Image], options: ClassificationPredictOptions, device: torch.device
+        self, images: list[AnyImage], options: ClassificationPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
         """See Predictor.predict_images; the most probable classes, the most probable first."""
         return self.ranked(self.logits(images, device).softmax(dim=1), options.top)
@@ -102,8 +102,9 @@ class ClassificationPredictor(ImagePredictor):
     def make_evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
         """See Predictor.evaluator; the classes of the images are matched by name."""
         labels = match_classes(data.source.classes, self)
+        spec = self.spec.with_pixels(data.config)
         return ClassificationEvaluator(
-            data.source, self.spec, data.config, self.num_classes, labels=labels, classes=self.readable_classes()
+            data.source, spec, data.config, self.num_classes, labels=labels, classes=self.readable_classes()
         )
 
 
@@ -177,8 +178,9 @@ def load_classifier(
         weights = read_state_dict(file)
         require_finite(weights, file)
         num_classes = classes_of_weights(config.name, weights, file) or num_classes
-        if channels_of_weights(config.name, weights) == 1:
-            config = dataclasses.replace(config, in_chans=1)
+        channels = channels_of_weights(config.name, weights)
+        if run is None and channels is not None:
+            config = dataclasses.replace(config, in_chans=channels)
         del weights
     if num_classes < 2:
         raise ValueError(f"{model} has no classification head: name a checkpoint that has one")
@@ -187,7 +189,8 @@ def load_classifier(
         name=config.name,
         num_classes=num_classes,
         classes=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
-        spec=input_spec(config),
+        spec=input_spec(config, None if run is None else run.config.data),
+        max_pixels=None if run is None else run.config.data.max_pixels,
     )
 
 

@@ -18,6 +18,7 @@ from timm.data import create_dataset
 from timm.utils.misc import natural_key
 
 from ...data.images import image_extensions, open_image
+from ...data.pixels import AnyImage
 from ...utils.files import is_inside, open_regular, read_bytes
 from .config import DataConfig
 from .dataset_cards import refuse_addresses
@@ -50,7 +51,7 @@ class ImageSource(Protocol):
     def __len__(self) -> int:
         """Number of images."""
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         """Return an image, not yet decoded, and its label; any error means that the image cannot be used."""
 
     def name(self, index: int) -> str:
@@ -66,7 +67,7 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return Image.fromarray(self.images[index]), int(self.labels[index])
 
     def name(self, index: int) -> str:
@@ -87,7 +88,7 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return open_image(self.files[index]), self.labels[index]
 
     def name(self, index: int) -> str:
@@ -140,7 +141,7 @@ class TarSource:
     def __len__(self) -> int:
         return len(self.names)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         offset, size = self.offsets[index]
         if size < 0:
             raise ValueError("it is a link, a pipe, a device or a sparse file in the tar file, not a regular file")
@@ -179,7 +180,7 @@ class TorchvisionSource:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         image, label = self.samples[index]
         return image, int(label)
 
@@ -221,7 +222,7 @@ class HuggingFaceSource:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         row = self.samples[index]
         stored, label = row[self.image], row[self.label]
         if stored is None or (stored["bytes"] is None and stored["path"] is None):
@@ -249,7 +250,7 @@ class SubsetSource:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return self.source.read(self._place(index))
 
     def name(self, index: int) -> str:

@@ -22,8 +22,8 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.ops import box_convert
-from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.pixels import image_to_tensor
 from ...engine.evaluator import Evaluation
 from ...engine.results import percent
 from ...utils.atomic import atomic_write_bytes, finite
@@ -126,8 +126,8 @@ class DetectionEvaluator(SingleImageEvaluator):
         return super().loader(process, processes) if self.results is None else []
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        """Return the index and the image (3, height, width) uint8."""
-        return index, pil_to_tensor(self.source.read_image(index))
+        """Return the index and the image (channels, height, width) uint8."""
+        return index, image_to_tensor(self.source.read_image(index))
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
@@ -161,7 +161,7 @@ def detect(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
 
     Args:
         model: The detector, in evaluation mode.
-        image: (3, height, width) uint8, where the model is.
+        image: (channels, height, width) uint8, where the model is.
 
     Returns:
         Boxes (objects, 4), labels (objects,), scores (objects,) and masks (objects, 1, side, side).

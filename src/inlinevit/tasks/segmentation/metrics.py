@@ -9,14 +9,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_confusion_matrix
-from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.pixels import image_to_tensor
 from ...engine.evaluator import Evaluation
 from ...utils.atomic import finite
 from ..dense import SingleImageEvaluator
+from ..pixels import MeanStd
 from .ade import AdeSource
 from .config import InferenceConfig
-from .inference import MeanStd, predict_labels
+from .inference import predict_labels
 from .labels import IGNORED
 
 CONFUSION_PNG = "confusion.png"
@@ -103,8 +104,8 @@ class SegmentationEvaluator(SingleImageEvaluator):
         self.classes = [one.name for one in source.labels.classes]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return an image (3, height, width) and its labels (height, width), both uint8."""
-        return pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
+        """Return an image (channels, height, width) and its labels (height, width), both uint8."""
+        return image_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
