@@ -53,7 +53,7 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
                 action.help = SUPPRESS
             # The limit has a short name, which messages mention, whatever the command.
             if action.dest == "data.max_pixels":
-                action.option_strings += ["--max-pixels"]
+                action.option_strings = [*action.option_strings, "--max-pixels"]
                 parser._option_string_actions["--max-pixels"] = action
 
 

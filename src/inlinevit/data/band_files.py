@@ -1,6 +1,7 @@
-"""Files with bands or types that Pillow has no mode for: TIFF by tifffile, 16-bit colour PNG by torchvision."""
+"""Files with bands or types that Pillow has no mode for: TIFF by tifffile, 16-bit colour PNG by imagecodecs."""
 
 import math
+import warnings
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -53,7 +54,7 @@ def check_pixels(width: int, height: int) -> None:
     """Refuse an image with more pixels than Pillow's limit, as Pillow does."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and width * height > limit:
-        raise Image.DecompressionBombError(f"Image size ({width * height} pixels) exceeds limit of {limit} pixels")
+        raise Image.DecompressionBombWarning(f"Image size ({width * height} pixels) exceeds limit of {limit} pixels")
 
 
 class DeepPng(BandArray):
@@ -76,13 +77,28 @@ class DeepPng(BandArray):
         self.has_alpha = self.bands in (2, 4)
 
     def read(self) -> NDArray[Any]:
-        from torchvision.io import ImageReadMode, decode_png
-
         self.stream.seek(0)
-        content = torch.frombuffer(bytearray(self.stream.read()), dtype=torch.uint8)
-        values = decode_png(content, ImageReadMode.UNCHANGED)
+        content = self.stream.read()
         self.orientation = self.image.getexif().get(ORIENTATION, 1)
-        return values.permute(1, 2, 0).numpy()
+        try:
+            import imagecodecs
+        except ImportError:
+            return _decode_by_torchvision(content)
+        return imagecodecs.png_decode(content)
+
+
+def _decode_by_torchvision(content: bytes) -> NDArray[Any]:
+    """Decode a PNG file; torchvision will lose its decoders one day."""
+    try:
+        from torchvision.io import ImageReadMode, decode_png
+    except ImportError as error:
+        raise ValueError(
+            "it is a PNG file with 16 bits per colour, for which imagecodecs is needed: pip install 'inlinevit[tiff]'"
+        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        values = decode_png(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.UNCHANGED)
+    return values.permute(1, 2, 0).numpy()
 
 
 class TiffBands(BandArray):
@@ -104,7 +120,7 @@ class TiffBands(BandArray):
         super().__init__(None)
         stream.seek(0)
         try:
-            self.file: Any = tifffile.TiffFile(stream)
+            self.file: Any = tifffile.TiffFile(stream, name="image.tif")
             pages: Any = self.file.pages
             self.page: Any = pages[0]
         # A damaged file can make tifffile raise anything.
@@ -153,7 +169,9 @@ def _describe(stream: BinaryIO) -> str:
     """Return the bands and bits of a TIFF file that Pillow cannot open."""
     try:
         stream.seek(0)
-        tags = TiffImagePlugin.ImageFileDirectory_v2(stream.read(16))
+        header = stream.read(8)
+        # BigTIFF has a longer one.
+        tags = TiffImagePlugin.ImageFileDirectory_v2(header if header[2] == 42 else header + stream.read(8))
         stream.seek(tags.next)
         tags.load(stream)
         bits, count = tags.get(BITSPERSAMPLE, (1,)), tags.get(SAMPLESPERPIXEL, 1)

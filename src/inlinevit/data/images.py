@@ -183,7 +183,8 @@ def describe_image_error(name: str, error: Exception) -> str:
     """Describe why an image cannot be used; a broken file can make Pillow raise any error."""
     reason = str(error)
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-        reason = _describe_limit(reason)
+        # Pillow raises errors of its own at twice the limit.
+        reason = _describe_limit(reason, 2 if isinstance(error, Image.DecompressionBombError) else 1)
     elif isinstance(error, UnidentifiedImageError):
         reason = "it is not an image"
     elif isinstance(error, NotRegularFileError):
@@ -191,9 +192,10 @@ def describe_image_error(name: str, error: Exception) -> str:
     return f"{name} cannot be used ({reason or type(error).__name__})"
 
 
-def _describe_limit(message: str) -> str:
-    """Describe that an image has too many pixels, from Pillow's message."""
+def _describe_limit(message: str, factor: int) -> str:
+    """Describe that an image has too many pixels, from Pillow's message with a multiple of the limit."""
     pixels, limit = ([int(number) for number in re.findall(r"\d+", message)] + [0, 0])[:2]
+    limit //= factor
     return (
         f"it has {pixels} pixels, more than the limit of {limit}: if you trust it, allow more with --max-pixels "
         f"{pixels}, or cut it into tiles; `inlinevit segment predict` takes large images, and processes them in windows"

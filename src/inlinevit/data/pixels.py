@@ -283,8 +283,10 @@ def _chosen_bands(image: BandArray, wanted: PixelFormat) -> list[int]:
     if channels == 1 and colours == 3 and image.is_rgb:
         return [0, 1, 2]
     example = list(range(min(count, channels)))
-    remedy = f"choose {channels} of them with --data.bands, such as {example}" if count > channels else "give others"
-    raise ValueError(f"{has}, but the model takes {channels}: {remedy}, or train a model with --model.in_chans {count}")
+    remedy = (
+        f"choose {channels} of them with --data.bands, such as {example}, or train" if count > channels else "train"
+    )
+    raise ValueError(f"{has}, but the model takes {channels}: {remedy} a model with --model.in_chans {count}")
 
 
 def to_bytes(
@@ -323,7 +325,7 @@ def to_bytes(
         rows = values[part].astype(np.float64)
         if is_empty is not None:
             rows[is_empty[part]] = low
-        scaled[part] = ((rows - low) * (255 / (high - low)) + 0.5).clip(0, 255)
+        scaled[part] = ((rows - low) * 255 / (high - low) + 0.5).clip(0, 255)
     return scaled
 
 
@@ -426,8 +428,8 @@ def transposed(image: AnyImage, orientation: int) -> AnyImage:
 
 def image_to_tensor(image: AnyImage) -> Tensor:
     """Return a converted image as a tensor (channels, height, width) of bytes."""
-    values = np.array(image) if isinstance(image, Image.Image) else image.read()
-    pixels = torch.from_numpy(np.ascontiguousarray(values)).view(image.height, image.width, -1)
+    pixels = torch.from_numpy(np.array(image if isinstance(image, Image.Image) else image.read()))
+    pixels = pixels.view(image.height, image.width, -1)
     return pixels.permute(2, 0, 1)
 
 

@@ -256,11 +256,8 @@ class PixelOptions:
 
 
 @dataclass
-class DataOptions(PixelOptions):
+class SourceOptions:
     """Data to evaluate on, where they differ from those of the training run."""
-
-    # Fields that name other data: the rest of the run's data config does not apply to these.
-    source_fields: ClassVar[tuple[str, ...]] = ()
 
     path: str | None = None
     """The data; null = as in the run."""
@@ -268,6 +265,14 @@ class DataOptions(PixelOptions):
     """The split to evaluate on; null = as in the run."""
     workers: int | None = None
     """Processes that read images; null = as in the run."""
+
+
+@dataclass
+class DataOptions(PixelOptions, SourceOptions):
+    """Data to evaluate on, and what the values of their images mean, where they differ from the training run."""
+
+    # Fields that name other data: the rest of the run's data config does not apply to these.
+    source_fields: ClassVar[tuple[str, ...]] = ()
 
     def applied_to(self, run: Any, default: Any) -> Any:
         """Return the data config of a run, or a default if there is no run or the options name other data, with these.

@@ -8,7 +8,7 @@ from ..utils.validation import Range, check_fields, require
 
 
 @dataclass
-class SplitDataConfig(PixelConfig):
+class SplitConfig:
     """Data of dense tasks, which come in splits and are evaluated one image at a time; a task adds defaults."""
 
     path: str
@@ -25,6 +25,11 @@ class SplitDataConfig(PixelConfig):
     """Images in a batch of one process. Evaluation takes one image at a time."""
     workers: int = 2
     """Processes that read images, for each training process; 0 = the training process itself."""
+
+
+@dataclass
+class SplitDataConfig(PixelConfig, SplitConfig):
+    """Data of dense tasks, and what the values of their images mean."""
 
     def __post_init__(self) -> None:
         images = Range(1, MOST_IMAGES)

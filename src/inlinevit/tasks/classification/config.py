@@ -20,8 +20,8 @@ ROOTED = ("torch", "hfds", "wds")
 
 
 @dataclass
-class ImageDataConfig(PixelConfig):
-    """Images for training and evaluation, and how they are read."""
+class ImageSetConfig:
+    """Images for training and evaluation, and how they are loaded."""
 
     path: str
     """The images."""
@@ -39,6 +39,11 @@ class ImageDataConfig(PixelConfig):
     """Images that cannot be used are reported and skipped up to this number; 0 = stop at the first."""
     max_train_samples: int | None = None
     """How many of the training images to use; null = all."""
+
+
+@dataclass
+class ImageDataConfig(PixelConfig, ImageSetConfig):
+    """Images for training and evaluation, how they are loaded, and what their values mean."""
 
     def __post_init__(self) -> None:
         check_fields(

@@ -67,7 +67,7 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, index: int) -> tuple[AnyImage, int]:
+    def read(self, index: int) -> tuple[Image.Image, int]:
         return Image.fromarray(self.images[index]), int(self.labels[index])
 
     def name(self, index: int) -> str:
