@@ -197,8 +197,8 @@ def _describe_limit(message: str, factor: int) -> str:
     pixels, limit = ([int(number) for number in re.findall(r"\d+", message)] + [0, 0])[:2]
     limit //= factor
     return (
-        f"it has {pixels} pixels, more than the limit of {limit}: if you trust it, allow more with --max-pixels "
-        f"{pixels}, or cut it into tiles; `inlinevit segment predict` takes large images, and processes them in windows"
+        f"it has {pixels} pixels, more than the limit of {limit} against decompression bombs: if you trust it, allow "
+        f"more with --max-pixels {pixels}, or cut it into tiles; `inlinevit segment predict` takes large images, and processes them in windows"
     )
 
 
