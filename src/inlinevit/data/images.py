@@ -198,7 +198,8 @@ def _describe_limit(message: str, factor: int) -> str:
     limit //= factor
     return (
         f"it has {pixels} pixels, more than the limit of {limit} against decompression bombs: if you trust it, allow "
-        f"more with --max-pixels {pixels}, or cut it into tiles; `inlinevit segment predict` takes large images, and processes them in windows"
+        f"more with --max-pixels {pixels}, or cut it into tiles; `inlinevit segment predict` processes large images in "
+        "windows"
     )
 
 
