@@ -25,7 +25,6 @@ def pixels(image: object) -> np.ndarray:
         Image.fromarray(BYTES),
         BYTES,
         BYTES[:, ::-1][:, ::-1],
-        np.dstack([BYTES, np.zeros((6, 9), np.uint8)]),
         FLOATS,
         FLOATS.astype(np.float64),
         FLOATS.astype(np.float16),
@@ -63,18 +62,19 @@ def test_black_and_white() -> None:
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (torch.from_numpy(BYTES), r"its shape is \(6, 9, 3\): arrays are \(height, width, channels\), tensors are"),
-        (np.moveaxis(BYTES, -1, 0), r"its shape is \(3, 6, 9\): .* with 1, 3 or 4 channels"),
+        (torch.from_numpy(BYTES), r"its shape is \(6, 9, 3\): arrays are \(height, width, bands\), tensors are"),
+        (np.moveaxis(BYTES, -1, 0), r"its shape is \(3, 6, 9\): arrays are"),
+        (np.dstack([BYTES, GREY]), r"it has 4 bands, but the model takes 3: choose 3 of them with --data\.bands"),
         (torch.zeros(2, 3, 8, 8), "give several images as a list"),
         (np.zeros((0, 9, 3)), "its shape is"),
-        (BYTES.astype(np.int64), "its numbers are of type int64, .*: give uint8, uint16, or floats from 0 to 1"),
-        (FLOATS * 255, r"floating-point numbers from 0 to 249, .*: scale them to 0 … 1"),
-        (FLOATS * np.nan, "floating-point numbers from nan"),
+        (BYTES.astype(np.int64), r"integers of 64 bits with a sign, .*: say so with --data\.range"),
+        (FLOATS * 255, r"floating-point numbers from 0 to .*, or scale them to 0 … 1"),
+        (FLOATS * np.nan, "it has NaN or infinite values"),
     ],
 )
 def test_what_is_refused(image: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        to_image(image)
+        pixels(image)
 
 
 def test_which_images_are_meant(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
             # --SECTION FILE reads a whole section; --config does so for all of them.
             if action.dest == name:
                 action.help = SUPPRESS
+            # The limit has a short name, which messages mention, whatever the command.
+            if action.dest == "data.max_pixels":
+                action.option_strings = [*action.option_strings, "--max-pixels"]
+                parser._option_string_actions["--max-pixels"] = action
 
 
 def add_model(parser: ArgumentParser, task: TaskEntry, nargs: str | None = None) -> None:

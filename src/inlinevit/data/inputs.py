@@ -12,12 +12,14 @@ from PIL import Image
 from torch import Tensor
 
 from ..utils.validation import require
-from .images import ImageFiles, bytes_from_floats, expand_argument, is_pattern
+from .images import ImageFiles, expand_argument, is_pattern
+from .pixels import AnyImage, BandArray
 
 ImageInput: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[Any] | Tensor
 KINDS = (str, os.PathLike, Image.Image, np.ndarray, Tensor)
 EXPECTED = "give a path, a PIL image, an array (height, width, channels) or a tensor (channels, height, width)"
-CHANNELS = (1, 3, 4)
+# Red, green, blue and alpha.
+MOST_COLOURS = 4
 
 
 class ImageInputs(ImageFiles):
@@ -50,7 +52,7 @@ class ImageInputs(ImageFiles):
                 self.in_memory[len(self.files)] = one
                 self.files.append((name, ""))
 
-    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+    def open(self, index: int) -> AbstractContextManager[AnyImage]:
         """See ImageFiles.open; images of the caller's stay open."""
         if index in self.in_memory:
             return nullcontext(to_image(self.in_memory[index]))
@@ -63,16 +65,15 @@ def _as_list(images: Any) -> list[Any]:
     return list(images)
 
 
-def to_image(image: Any) -> Image.Image:
-    """Return an image in memory as an image of Pillow's.
+def to_image(image: Any) -> AnyImage:
+    """Return an image in memory as the readers of files return theirs.
 
     Args:
-        image: An image of Pillow's, which is returned as it is, an array (height, width, channels) or a tensor
-            (channels, height, width), both also (height, width): bytes, 16 bits without a sign, or floating-point
-            numbers from 0 (black) to 1 (white), which become bytes.
+        image: An image of Pillow's, which is returned as it is, an array (height, width, bands) or a tensor (bands,
+            height, width), both also (height, width), of integers or floats; docs/images.md says what they mean.
 
     Raises:
-        ValueError: It has another shape, type or range.
+        ValueError: It has another shape or type.
     """
     if isinstance(image, Image.Image):
         return image
@@ -81,24 +82,11 @@ def to_image(image: Any) -> Image.Image:
         values = values.detach().cpu()
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         values = np.moveaxis(values, 0, -1) if values.ndim == 3 else values
-    has_channels = values.ndim == 3 and values.shape[-1] in CHANNELS
+    # A few rows of many bands are a tensor's axes in an array, or the other way round.
+    is_swapped = values.ndim == 3 and values.shape[0] <= MOST_COLOURS < values.shape[-1]
     require(
-        (values.ndim == 2 or has_channels) and values.size > 0,
-        f"its shape is {shape}: arrays are (height, width, channels), tensors are (channels, height, width), with "
-        f"{', '.join(map(str, CHANNELS[:-1]))} or {CHANNELS[-1]} channels; give several images as a list",
+        values.ndim in (2, 3) and values.size > 0 and not is_swapped,
+        f"its shape is {shape}: arrays are (height, width, bands), tensors are (bands, height, width); give several "
+        "images as a list",
     )
-    if values.ndim == 3 and values.shape[-1] == 1:
-        values = values[..., 0]
-    if np.issubdtype(values.dtype, np.floating):
-        values = bytes_from_floats(values)
-    elif values.dtype == np.bool_:
-        values = values.astype(np.uint8) * 255
-    elif values.dtype == np.uint16 and values.ndim == 3:
-        # As Pillow reads files with several channels of 16 bits.
-        values = (values >> 8).astype(np.uint8)
-    require(
-        values.dtype in (np.uint8, np.uint16),
-        f"its numbers are of type {values.dtype}, which do not tell what is white: give uint8, uint16, or floats from "
-        "0 to 1",
-    )
-    return Image.fromarray(np.ascontiguousarray(values))
+    return BandArray(values)

@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import islice
@@ -28,9 +28,17 @@ from ..data.images import (
     unique_names,
 )
 from ..data.inputs import ImageInput, ImageInputs
+from ..data.pixels import AnyImage, PixelFormat
 from ..utils.atomic import atomic_text_writer, atomic_write_png, is_stream
 from ..utils.validation import require
-from .config import ClassPredictOptions, CommandOptions, DrawingPredictOptions, PredictOptions, fill_options
+from .config import (
+    ClassPredictOptions,
+    CommandOptions,
+    DrawingPredictOptions,
+    PixelOptions,
+    PredictOptions,
+    fill_options,
+)
 from .distributed import run_local_main_first, run_on_all, run_on_main
 from .evaluator import EvalData, Evaluator
 from .outputs import check_output_file, check_output_folder
@@ -66,15 +74,17 @@ class Predictor(ABC, Generic[Result]):
     # The task's options of `predict`.
     options_class: ClassVar[type[CommandOptions]]
     # Images with more pixels are refused; None = Pillow's limit.
-    max_pixels: ClassVar[int | None] = None
+    max_pixels: int | None = field(default=None, kw_only=True)
+    # The bands and values of images that the model gets.
+    pixels: PixelFormat = field(default=PixelFormat(), kw_only=True)
 
     def __call__(self, images: ImageInput | Iterable[ImageInput], **options: Any) -> Any:
         """Predict images, as `inlinevit predict` does.
 
         Args:
             images: A path, a PIL image, an array (height, width, channels), a tensor (channels, height, width), a list
-                of these, a folder, or a glob pattern. Arrays and tensors may also be (height, width); their numbers are
-                uint8, uint16, or floats from 0 to 1.
+                of these, a folder, or a glob pattern. Arrays and tensors may also be (height, width); docs/images.md
+                says what their values mean.
             **options: The task's options of `predict`, such as top, threshold or batch_size.
 
         Returns:
@@ -132,13 +142,13 @@ class Predictor(ABC, Generic[Result]):
 
     @property
     @abstractmethod
-    def to_tensor(self) -> Callable[[Image.Image], Tensor]:
-        """From an image in the colour mode of this predictor to the input of the model, without the batch."""
+    def to_tensor(self) -> Callable[[AnyImage], Tensor]:
+        """From a converted image to the input of the model, without the batch."""
 
     @property
-    def mode(self) -> str:
-        """Pillow's name of the colour mode that images are converted to."""
-        return "RGB"
+    def mode(self) -> PixelFormat:
+        """How images are converted."""
+        return self.pixels
 
     def _make_options(self, given: Mapping[str, Any]) -> CommandOptions:
         """Return the options of a call."""
@@ -152,11 +162,11 @@ class Predictor(ABC, Generic[Result]):
         return fill_options(kind, given, [one.name for one in fields(kind) if one.name not in kind.command_only])
 
     @abstractmethod
-    def predict_images(self, images: list[Image.Image], options: Any, device: torch.device) -> list[Result | None]:
+    def predict_images(self, images: list[AnyImage], options: Any, device: torch.device) -> list[Result | None]:
         """Return the results of some images; None where the model's output is not finite.
 
         Args:
-            images: In the colour mode of this predictor; one at a time, unless the options have a batch_size.
+            images: In the mode of this predictor; one at a time, unless the options have a batch_size.
             options: The task's options of `predict`.
             device: Where the model is.
         """
@@ -197,14 +207,14 @@ class InputTransform:
     """From an image to the input of a model; without the model, so that data workers can have it.
 
     Attributes:
-        mode: The colour mode that images are converted to.
+        mode: The bands and values that images are converted to.
         max_pixels: Images with more pixels are refused; None = Pillow's limit.
-        to_tensor: From an image in that mode to the input.
+        to_tensor: From a converted image to the input.
     """
 
-    mode: str
+    mode: PixelFormat
     max_pixels: int | None
-    to_tensor: Callable[[Image.Image], Tensor]
+    to_tensor: Callable[[AnyImage], Tensor]
 
     def __call__(self, image: ImageInput) -> Tensor:
         """Return the input for one image: a path, a PIL image, an array or a tensor.
@@ -227,11 +237,11 @@ class DrawingPredictor(Predictor[Result]):
     drawing_suffixes: ClassVar[dict[str, str]]
 
     @abstractmethod
-    def render(self, image: Image.Image, result: Result) -> Rendering:
+    def render(self, image: AnyImage, result: Result) -> Rendering:
         """Draw a result on its image; arguments as they are in a Prediction."""
 
 
-def read_images(files: ImageFiles, mode: str, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
+def read_images(files: ImageFiles, mode: str | PixelFormat, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
     """Read images one after the other; those that cannot be used have an error. See Predictor for the arguments."""
     for index in range(len(files)):
         name = files.name(index)
@@ -261,7 +271,8 @@ def predict(
     batch_size = batch_size_of(options)
     predictor.check_memory(min(batch_size, len(files)))
     predictor.model.to(chosen)
-    images = read_images(files, predictor.mode, predictor.max_pixels)
+    mode, max_pixels = override_pixels(predictor, options.data)
+    images = read_images(files, mode, max_pixels)
     while batch := list(islice(images, batch_size)):
         readable = [one.image for one in batch if one.image is not None]
         results = iter(predictor.predict_images(readable, options, chosen) if readable else [])
@@ -271,6 +282,14 @@ def predict(
                 if one.result is None:
                     one.error = f"{one.file} gives NaN or infinite values: check the model's weights"
             yield one
+
+
+def override_pixels(predictor: Predictor[Any], options: PixelOptions) -> tuple[PixelFormat, int | None]:
+    """Return the bands and values that a predictor gets, and its pixel limit, with options in place of the run's."""
+    bands = predictor.mode.bands if options.bands is None else tuple(options.bands)
+    values: Any = predictor.mode.range if options.range is None else options.range
+    mode = replace(predictor.mode, bands=bands, range=tuple(values) if isinstance(values, list) else values)
+    return mode, predictor.max_pixels if options.max_pixels is None else options.max_pixels
 
 
 def predict_command(task: type["Task"], model: str, images: Sequence[str], options: PredictOptions) -> int:

@@ -9,12 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..data.images import printable
+from ..data.pixels import AnyImage
 from ..utils.atomic import json_items
 
 if TYPE_CHECKING:
@@ -98,13 +98,13 @@ class Prediction(Generic[Result]):
 
     Attributes:
         file: What the image is called.
-        image: The image, transposed as its EXIF data say and in the model's colour mode; None if it is unreadable.
+        image: The image, transposed as its EXIF data say and with the model's bands; None if it is unreadable.
         result: What the task predicts; None if there is an error.
         error: Why there is no result; None if there is one.
     """
 
     file: str
-    image: Image.Image | None = None
+    image: AnyImage | None = None
     result: Result | None = None
     error: str | None = None
 

@@ -115,7 +115,7 @@ def test_images_larger_than_pillow_likes(
     (found,) = predict(segmenter, ImageFiles([str(tmp_path)]))
     assert found.error is None
     assert Image.MAX_IMAGE_PIXELS == 100
-    monkeypatch.setattr(SegmentationPredictor, "max_pixels", 2000)
+    segmenter.max_pixels = 2000
     (found,) = predict(segmenter, ImageFiles([str(tmp_path)]))
     assert "2400 pixels" in (found.error or "")
 

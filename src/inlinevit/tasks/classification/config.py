@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import MOST_IMAGES, MOST_WORKERS, ClassPredictOptions, DataOptions, EvalOptions, TrainConfig
+from ...engine.config import (
+    BANDS,
+    MOST_IMAGES,
+    MOST_WORKERS,
+    ClassPredictOptions,
+    DataOptions,
+    EvalOptions,
+    PixelConfig,
+    TrainConfig,
+)
 from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
 
 # Prefixes of data that may have a root.
@@ -11,8 +20,8 @@ ROOTED = ("torch", "hfds", "wds")
 
 
 @dataclass
-class ImageDataConfig:
-    """Images for training and evaluation, and how they are read."""
+class ImageSetConfig:
+    """Images for training and evaluation, and how they are loaded."""
 
     path: str
     """The images."""
@@ -31,6 +40,11 @@ class ImageDataConfig:
     max_train_samples: int | None = None
     """How many of the training images to use; null = all."""
 
+
+@dataclass
+class ImageDataConfig(PixelConfig, ImageSetConfig):
+    """Images for training and evaluation, how they are loaded, and what their values mean."""
+
     def __post_init__(self) -> None:
         check_fields(
             self,
@@ -40,6 +54,7 @@ class ImageDataConfig:
             max_unreadable=Range(0, MOST_IMAGES),
             max_train_samples=Range(1, MOST_IMAGES),
         )
+        self.check_pixels()
 
 
 @dataclass
@@ -93,6 +108,7 @@ class ImageDataOptions(DataOptions):
     """Images that cannot be used are reported and skipped up to this number; null = as in the run, or 0."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.path is None or self.eval_path is None,
             "data.path and data.eval_path both name the images to evaluate on: give one of them",
@@ -177,6 +193,15 @@ class AugmentConfig:
         require(self.scale is None or self.scale[0] <= self.scale[1], "augment.scale should rise from least to most")
         require(self.ratio[0] <= self.ratio[1], "augment.ratio should rise from the narrowest to the widest")
 
+    def check_channels(self, channels: int) -> None:
+        """Refuse augmentation of colours for images that are neither RGB nor grey."""
+        changes = f"auto_augment {self.auto_augment}" if self.auto_augment else f"color_jitter {self.color_jitter}"
+        require(
+            channels in (1, 3) or (self.auto_augment is None and self.color_jitter == 0),
+            f"augment.{changes} changes colours of RGB or grey images, but model.in_chans is {channels}: set "
+            "--augment.auto_augment null --augment.color_jitter 0",
+        )
+
     @property
     def mixes(self) -> bool:
         """Whether images of a batch are mixed."""
@@ -193,8 +218,8 @@ class ModelConfig:
     """null = as many as the data have."""
     img_size: int | None = None
     """Side of the images that the model sees; null = what the model was made for."""
-    in_chans: Literal[1, 3] = 3
-    """3 for colour images, 1 for grey ones."""
+    in_chans: int = 3
+    """Channels: 3 for colour images, 1 for grey ones, or any other number of bands; see data.bands."""
     crop_pct: float | None = None
     """Side of the centre crop for evaluation, relative to the image's; null = what the model was made for."""
     drop_path_rate: float = 0.1
@@ -212,6 +237,7 @@ class ModelConfig:
             "model",
             num_classes=Range(2, MOST_CLASSES),
             img_size=Range(1, MOST_PIXELS),
+            in_chans=Range(1, BANDS.most + 1),
             crop_pct=Range(0, 1, above_least=True),
             drop_path_rate=Range(0, 1, below_most=True),
         )
@@ -252,6 +278,8 @@ class ClassificationConfig(TrainConfig):
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
     def __post_init__(self) -> None:
+        self.data.check_channels(self.model.in_chans)
+        self.augment.check_channels(self.model.in_chans)
         require(
             not self.augment.mixes or self.data.batch_size % 2 == 0,
             f"data.batch_size is {self.data.batch_size}, but mixup pairs the images of a batch: choose an even one, or "

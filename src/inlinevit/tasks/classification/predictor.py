@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import get_pretrained_cfg, is_model
 from torch import Tensor
 
+from ...data.pixels import AnyImage, PixelFormat
 from ...engine.evaluator import EvalData
 from ...engine.predictor import Predictor
 from ...engine.results import ClassProbability, shorten_list
@@ -48,7 +48,7 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
     spec: InputSpec
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> PixelFormat:
         return self.spec.mode
 
     @cached_property
@@ -59,10 +59,10 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
         return wordnet_names(self.label_names)
 
     @property
-    def to_tensor(self) -> Callable[[Image.Image], Tensor]:
+    def to_tensor(self) -> Callable[[AnyImage], Tensor]:
         return evaluation_transform(self.spec)
 
-    def logits(self, images: list[Image.Image], device: torch.device) -> Tensor:
+    def logits(self, images: list[AnyImage], device: torch.device) -> Tensor:
         """Return the logits (images, classes) of images, in float32 and on the CPU."""
         to_tensor = self.to_tensor
         inputs = torch.stack([to_tensor(image) for image in images])
@@ -102,7 +102,7 @@ class ClassificationPredictor(ImagePredictor):
     options_class = ClassificationPredictOptions
 
     def predict_images(
-        self, images: list[Image.Image], options: ClassificationPredictOptions, device: torch.device
+        self, images: list[AnyImage], options: ClassificationPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
         """See Predictor.predict_images; the most probable classes, the most probable first."""
         return self.ranked(self.logits(images, device).softmax(dim=1), options.top)
@@ -110,8 +110,9 @@ class ClassificationPredictor(ImagePredictor):
     def make_evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
         """See Predictor.evaluator; the classes of the images are matched by name."""
         labels = match_classes(data.source.classes, self)
+        spec = self.spec.with_pixels(data.config)
         return ClassificationEvaluator(
-            data.source, self.spec, data.config, self.num_classes, labels=labels, classes=self.classes
+            data.source, spec, data.config, self.num_classes, labels=labels, classes=self.classes
         )
 
 
@@ -185,8 +186,9 @@ def load_classifier(
         weights = read_state_dict(file)
         require_finite(weights, file)
         num_classes = classes_of_weights(config.name, weights, file) or num_classes
-        if channels_of_weights(config.name, weights) == 1:
-            config = dataclasses.replace(config, in_chans=1)
+        channels = channels_of_weights(config.name, weights)
+        if run is None and channels is not None:
+            config = dataclasses.replace(config, in_chans=channels)
         del weights
     if num_classes < 2:
         raise ValueError(f"{model} has no classification head: name a checkpoint that has one")
@@ -198,7 +200,8 @@ def load_classifier(
         config=config if run is None else run.config,
         num_classes=num_classes,
         label_names=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
-        spec=input_spec(config),
+        spec=input_spec(config, None if run is None else run.config.data),
+        max_pixels=None if run is None else run.config.data.max_pixels,
     )
 
 

@@ -19,6 +19,7 @@ from timm.data import create_dataset
 from timm.utils.misc import natural_key
 
 from ...data.images import image_extensions, open_image
+from ...data.pixels import AnyImage
 from ...utils.files import is_inside, open_regular, read_bytes
 from .config import DataConfig
 from .dataset_cards import refuse_addresses
@@ -53,7 +54,7 @@ class ImageSource(Protocol):
     def __len__(self) -> int:
         """Number of images."""
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         """Return an image, not yet decoded, and its label; any error means that the image cannot be used."""
 
     def name(self, index: int) -> str:
@@ -90,7 +91,7 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return open_image(self.files[index]), self.labels[index]
 
     def name(self, index: int) -> str:
@@ -143,7 +144,7 @@ class TarSource:
     def __len__(self) -> int:
         return len(self.names)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         offset, size = self.offsets[index]
         if size < 0:
             raise ValueError("it is a link, a pipe, a device or a sparse file in the tar file, not a regular file")
@@ -182,7 +183,7 @@ class TorchvisionSource:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         image, label = self.samples[index]
         return image, int(label)
 
@@ -224,7 +225,7 @@ class HuggingFaceSource:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         row = self.samples[index]
         stored, label = row[self.image], row[self.label]
         if stored is None or (stored["bytes"] is None and stored["path"] is None):
@@ -252,7 +253,7 @@ class SubsetSource:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return self.source.read(self._place(index))
 
     def name(self, index: int) -> str:
@@ -271,7 +272,7 @@ class SelectedSource:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return self.source.read(self.indices[index])
 
     def name(self, index: int) -> str:

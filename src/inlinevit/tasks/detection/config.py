@@ -164,6 +164,7 @@ class DetectionConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         refuse_layer_decay(self)
+        self.data.check_channels(self.model.in_chans)
 
 
 @dataclass(kw_only=True)
@@ -185,7 +186,7 @@ class DetectionEvalOptions(EvalOptions):
                 self.output is not None, "--threshold is for the files of an evaluation: name a folder with --output"
             )
         given = {name: vars(self)[name] for name in ("checkpoint", "precision", "device")}
-        given["data.workers"] = self.data.workers
+        given |= {f"data.{name}": vars(self.data)[name] for name in ("workers", "bands", "range")}
         unused = [name for name, value in given.items() if value not in (None, "no")]
         require(
             not self.results or not unused,

@@ -24,8 +24,8 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.ops import box_convert
-from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.pixels import AnyImage, image_to_tensor, preview
 from ...engine.evaluator import Evaluation
 from ...engine.records import rounded, to_picture
 from ...engine.results import percent
@@ -141,8 +141,8 @@ class DetectionEvaluator(SingleImageEvaluator):
         return super().loader(process, processes) if self.results is None else []
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        """Return the index and the image (3, height, width) uint8."""
-        return index, pil_to_tensor(self.source.read_image(index))
+        """Return the index and the image (channels, height, width) uint8."""
+        return index, image_to_tensor(self.source.read_image(index))
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
@@ -157,7 +157,7 @@ class DetectionEvaluator(SingleImageEvaluator):
         self.found.append((index, results))
         self.record(index, results, partial(to_picture, image))
 
-    def record(self, index: int, results: Sequence[Record], read: Callable[[], Image.Image]) -> None:
+    def record(self, index: int, results: Sequence[Record], read: Callable[[], AnyImage]) -> None:
         """Record an image with its results, if single images are recorded; `read` returns the image."""
         if self.recorder is None:
             return
@@ -185,7 +185,7 @@ class DetectionEvaluator(SingleImageEvaluator):
         }
 
         def draw() -> dict[str, Image.Image]:
-            image = read()
+            image = preview(read())
             return {
                 name: draw_objects(image, drawn, self.source.categories)
                 for name, drawn in (("truth", objects), ("prediction", chosen))
@@ -236,7 +236,7 @@ def detect(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
 
     Args:
         model: The detector, in evaluation mode.
-        image: (3, height, width) uint8, where the model is.
+        image: (channels, height, width) uint8, where the model is.
 
     Returns:
         Boxes (objects, 4), labels (objects,), scores (objects,) and masks (objects, 1, side, side).

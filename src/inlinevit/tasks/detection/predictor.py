@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
-from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.pixels import AnyImage, image_to_tensor, preview
 from ...engine.evaluator import EvalData
 from ...engine.predictor import DrawingPredictor, Rendering
 from ...engine.results import shorten_list
 from ...engine.runs import Run, open_run
 from ...utils.validation import require
-from ..backbone import load_trained
+from ..backbone import load_trained, mean_and_std
+from ..pixels import pixel_format
 from .coco import Category, CocoSource, Record
 from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions
 from .metrics import SCORE_THRESHOLD, DetectionEvaluator, detect, read_results, to_results
@@ -46,19 +46,19 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         return [category.name for category in self.categories]
 
     @property
-    def to_tensor(self) -> Callable[[Image.Image], Tensor]:
+    def to_tensor(self) -> Callable[[AnyImage], Tensor]:
         """See Predictor.to_tensor; the detector, which takes a list of these, resizes and normalises them itself."""
         return float_tensor
 
     def predict_images(
-        self, images: list[Image.Image], options: DetectionPredictOptions, device: torch.device
+        self, images: list[AnyImage], options: DetectionPredictOptions, device: torch.device
     ) -> list[list[Record] | None]:
         """See Predictor.predict_images; objects with at least the threshold, the highest score first."""
         return [self.find_objects(image, options.threshold, device) for image in images]
 
-    def find_objects(self, image: Image.Image, threshold: float, device: torch.device) -> list[Record] | None:
+    def find_objects(self, image: AnyImage, threshold: float, device: torch.device) -> list[Record] | None:
         """Return the objects in an image; None if a score or a box is not finite."""
-        answer = detect(self.model, pil_to_tensor(image).to(device))
+        answer = detect(self.model, image_to_tensor(image).to(device))
         if not all(bool(answer[name].isfinite().all()) for name in ("boxes", "scores")):
             return None
         chosen = {name: values[answer["scores"] >= threshold] for name, values in answer.items()}
@@ -68,11 +68,12 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         objects = [{"category": names[one["category_id"]], **{key: one[key] for key in keys}} for one in results]
         return sorted(objects, key=lambda one: one["score"], reverse=True)
 
-    def render(self, image: Image.Image, result: list[Record]) -> Rendering:
+    def render(self, image: AnyImage, result: list[Record]) -> Rendering:
         shown = [f"{one['category']} {100 * one['score']:.0f} %" for one in result]
         count = f"{len(result)} object{'' if len(result) == 1 else 's'}"
         summary = f"{count}{': ' if shown else ''}{shorten_list(shown, OBJECTS_SHOWN)}"
-        return Rendering({"drawing": draw_objects(image, result, self.categories)}, {"objects": result}, summary)
+        drawing = draw_objects(preview(image), result, self.categories)
+        return Rendering({"drawing": drawing}, {"objects": result}, summary)
 
     def description(self, options: Any) -> str:
         return f"{self.name}, {self.config.model.min_size} pixels"
@@ -122,13 +123,16 @@ def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredic
     opened: Run[DetectionConfig] = open_run(DetectionConfig, run)
     config, categories = opened.config.model, opened.metadata(CATEGORIES_JSON, parse_categories)
     num_classes = config.num_classes or len(categories)
-    model = load_trained(opened, checkpoint, lambda bare: build_detector(bare, num_classes))
-    return DetectionPredictor(model, f"{config.arch} on {config.backbone}", opened.config, categories)
+    data = opened.config.data
+    mean_std = mean_and_std(config, data)
+    model = load_trained(opened, checkpoint, lambda bare: build_detector(bare, num_classes, mean_std))
+    name, pixels = f"{config.arch} on {config.backbone}", pixel_format(data, config.in_chans)
+    return DetectionPredictor(model, name, opened.config, categories, max_pixels=data.max_pixels, pixels=pixels)
 
 
-def float_tensor(image: Image.Image) -> Tensor:
-    """Return an image as numbers from 0 to 1, (3, height, width)."""
-    return pil_to_tensor(image).float() / 255
+def float_tensor(image: AnyImage) -> Tensor:
+    """Return an image as numbers from 0 to 1, (channels, height, width)."""
+    return image_to_tensor(image).float() / 255
 
 
 def parse_categories(records: Any) -> list[Category]:

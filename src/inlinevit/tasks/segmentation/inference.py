@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from ...engine.progress import part_progress
+from ..pixels import MeanStd
 from .config import InferenceConfig
 from .transforms import resize_image, scaled_size
 
 # Probabilities are made for about so many pixels at a time.
 PIXELS_AT_ONCE = 2**20
-# What images are normalised by: mean and standard deviation by channel.
-MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
-# From a window (3, height, width) uint8 to its logits (classes, height, width).
+# From a window (channels, height, width) uint8 to its logits (classes, height, width).
 Predict = Callable[[Tensor], Tensor]
 
 
@@ -37,7 +36,7 @@ def describe(inference: InferenceConfig) -> str:
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Normalise images (…, 3, height, width) uint8."""
+    """Normalise images (…, channels, height, width) uint8."""
     return v2.functional.normalize(images / 255, list(mean), list(std))
 
 
@@ -59,7 +58,7 @@ def predict_probs(
 
     Args:
         model: In evaluation mode, on the device: normalised images to logits of the same height and width.
-        image: (3, height, width) uint8; it is resized where it is, as in training.
+        image: (channels, height, width) uint8; it is resized where it is, as in training.
         inference: Inference settings.
         mean_std: What the model's images are normalised by.
         device: Where to compute.
@@ -92,7 +91,7 @@ def window_logits(
     window: Tensor,
     advance: Callable[[], None],
 ) -> Tensor:
-    """Return the logits (classes, height, width) of a window (3, height, width) uint8, or by its mirror image."""
+    """Return the logits (classes, height, width) of a window (channels, height, width), or by its mirror image."""
     images = normalize(window.to(device), *mean_std)[None]
     logits = model(images.flip(-1)).flip(-1) if mirrored else model(images)
     advance()
@@ -147,7 +146,7 @@ def blended_strips(predict: Predict, image: Tensor, inference: InferenceConfig) 
 
     Args:
         predict: From a window to its logits.
-        image: (3, height, width) uint8, already resized.
+        image: (channels, height, width) uint8, already resized.
         inference: Its windows; nothing else of it counts here.
     """
     height, width = image.shape[-2:]

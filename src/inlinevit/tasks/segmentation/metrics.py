@@ -11,16 +11,17 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_confusion_matrix
-from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.pixels import image_to_tensor
 from ...engine.evaluator import Evaluation
 from ...engine.records import LARGEST_SIDE, rounded, to_picture
 from ...engine.results import percent
 from ...utils.atomic import finite
 from ..dense import SingleImageEvaluator
+from ..pixels import MeanStd
 from .ade import AdeSource
 from .config import InferenceConfig
-from .inference import MeanStd, predict_labels
+from .inference import predict_labels
 from .labels import IGNORED
 from .visualize import draw_labels
 
@@ -120,8 +121,8 @@ class SegmentationEvaluator(SingleImageEvaluator):
         self.classes = [one.name for one in source.labels.classes]
 
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
-        """Return the index, the image (3, height, width) and its labels (height, width), both uint8."""
-        return index, pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
+        """Return the index, the image (channels, height, width) and its labels (height, width), both uint8."""
+        return index, image_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
