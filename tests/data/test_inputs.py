@@ -87,7 +87,7 @@ def test_which_images_are_meant(tmp_path: Path) -> None:
     assert names == [a, "images[1]", a, a, b, a, b]
     for index in range(len(inputs)):
         with inputs.open(index) as image:
-            assert np.array_equal(np.asarray(image), BYTES)
+            assert np.array_equal(np.asarray(decode_image(image, "RGB")), BYTES)
     single = [str(first), first, BYTES, torch.zeros(3, 4, 4), Image.fromarray(BYTES), "nothing.png"]
     assert [ImageInputs(one).is_single for one in single] == [True] * 6
     several = [[first], (first,), tmp_path, str(tmp_path / "*.png"), tmp_path.glob("*.png"), []]

@@ -28,9 +28,9 @@ every_task = pytest.mark.parametrize("task", MAKE)
 # What a call takes, with values that are not the defaults.
 OPTIONS: dict[str, dict[str, Any]] = {
     "classification": {"data": {"range": "type"}, "batch_size": 2, "top": 1},
-    "multilabel": {"batch_size": 2, "threshold": 0.1},
-    "detection": {"threshold": 0.01},
-    "segmentation": {"inference": {"window_size": 32, "flip": True}},
+    "multilabel": {"data": {"range": "type"}, "batch_size": 2, "threshold": 0.1},
+    "detection": {"data": {"range": "type"}, "threshold": 0.01},
+    "segmentation": {"data": {"range": "type"}, "inference": {"window_size": 32, "flip": True}},
 }
 
 
@@ -155,7 +155,7 @@ def test_options(task: str, run: Path, home: Path) -> None:
     for name in ("checkpoint", "device", "output"):
         with pytest.raises(TypeError, match=rf"{name} is not an option of a call: inlinevit\.load"):
             predictor.stream(file, **{name: "cpu"})
-    name, value = ("inference", {"window_size": -1}) if task == "segmentation" else (next(iter(OPTIONS[task])), -1)
+    name, value = ("inference", {"window_size": -1}) if task == "segmentation" else (list(OPTIONS[task])[1], -1)
     with pytest.raises(ValueError, match="is -1: it should be at least"):
         predictor(file, **{name: value})
 

@@ -82,8 +82,9 @@ def to_image(image: Any) -> AnyImage:
         values = values.detach().cpu()
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         values = np.moveaxis(values, 0, -1) if values.ndim == 3 else values
-    # A few rows of many bands are a tensor's axes in an array, or the other way round.
-    is_swapped = values.ndim == 3 and values.shape[0] <= MOST_COLOURS < values.shape[-1]
+    # Many bands and few rows are the axes of an array in a tensor, or the other way round.
+    axes = shape if isinstance(image, Tensor) else shape[::-1]
+    is_swapped = len(axes) == 3 and axes[2] <= MOST_COLOURS < axes[0]
     require(
         values.ndim in (2, 3) and values.size > 0 and not is_swapped,
         f"its shape is {shape}: arrays are (height, width, bands), tensors are (bands, height, width); give several "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from ..utils.files import read_yaml
-from ..utils.validation import Range, check_fields, check_value, did_you_mean, require
+from ..utils.validation import Range, check_fields, check_value, did_you_mean, require, shorten
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -378,8 +378,11 @@ def fill_options(kind: Any, given: Mapping[str, Any], known: Sequence[str]) -> A
             near = did_you_mean(name, known) or f"the options are {', '.join(known)}"
             raise TypeError(f"there is no option {name}: {near}")
         section = hints[name]
-        if is_dataclass(section) and isinstance(value, Mapping):
-            value = fill_options(section, value, [one.name for one in fields(section)])
+        if is_dataclass(section) and not isinstance(value, cast(type, section)):
+            names = [one.name for one in fields(section)]
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{name} is {shorten(value)}: give a dict with some of {', '.join(names)}")
+            value = fill_options(section, value, names)
         values[name] = value
     return kind(**values)
 
