@@ -68,6 +68,13 @@ def make_train_accelerator(run: RunConfig) -> Accelerator:
     )
     missing = set(run.trackers) - {str(tracker) for tracker in accelerator.log_with}
     require(not missing, f"run.trackers names {', '.join(sorted(missing))}, which is not installed: pip install it")
+    if run.device is not None:
+        require(
+            accelerator.num_processes == 1,
+            "--device chooses the device of one process, but there are several: leave it out",
+        )
+        # Of this accelerator; the next one starts from the default again.
+        accelerator.state.device = resolve_device(run.device)
     check_precision("run.precision", run.precision, accelerator.device)
     return accelerator
 

@@ -6,7 +6,7 @@ its own template.
 
 from .blocks import Block, ImageGrid, Picture, Table, Text, Tile
 from .document import Report, Section, environment
-from .plots import Line, Panel, dots_figure, lines_figure, log_axis, spread_figure
+from .plots import Interval, Line, Panel, dots_figure, intervals_figure, lines_figure, log_axis, spread_figure
 from .style import STYLES, WIDTH, Style, add_legend, plot_style, save_figure, styles_of, svg_bytes
 from .tables import markdown_table, replace_between, rich_table, wide_console
 
@@ -15,6 +15,7 @@ __all__ = [
     "WIDTH",
     "Block",
     "ImageGrid",
+    "Interval",
     "Line",
     "Panel",
     "Picture",
@@ -27,6 +28,7 @@ __all__ = [
     "add_legend",
     "dots_figure",
     "environment",
+    "intervals_figure",
     "lines_figure",
     "log_axis",
     "markdown_table",

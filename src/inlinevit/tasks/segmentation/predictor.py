@@ -27,7 +27,7 @@ from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluator
 from .model import build_segmenter
 from .transforms import scaled_size
-from .visualize import class_shares, draw_labels, percent
+from .visualize import class_shares, draw_labels, draw_legend, percent
 
 LABELS_JSON = "labels.json"
 CLASSES_SHOWN = 3
@@ -53,7 +53,11 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
     config: SegmentationConfig
     mean_std: MeanStd
 
-    drawing_suffixes: ClassVar[dict[str, str]] = {"labels": "_labels.png", "overlay": "_overlay.png"}
+    drawing_suffixes: ClassVar[dict[str, str]] = {
+        "labels": "_labels.png",
+        "overlay": "_overlay.png",
+        "legend": "_legend.png",
+    }
     # 20,000 × 20,000 are 1.2 GB.
     max_pixels: ClassVar[int | None] = 400_000_000
 
@@ -78,6 +82,7 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
         drawings = {
             "labels": make_label_map(result, self.labels),
             "overlay": draw_labels(image, result, self.labels.classes),
+            "legend": draw_legend(shares),
         }
         record = {"classes": [{"name": one.name, "share": share} for one, share in shares]}
         shown = [f"{one.name} {percent(share)}" for one, share in shares]
