@@ -164,7 +164,8 @@ def intervals_figure(rows: Sequence[Interval], label: str) -> Figure:
     axes = figure.subplots()
     for place, row in enumerate(rows):
         color = row.style.color
-        axes.plot(row.values, [place] * len(row.values), ".", color=color, alpha=0.6)
+        # Below the interval, which would hide them.
+        axes.plot(row.values, [place + 0.22] * len(row.values), ".", color=color, alpha=0.6)
         if row.center is not None:
             error = row.error or None
             axes.errorbar(row.center, place, xerr=error, color=color, marker=row.style.marker, markersize=8, capsize=4)

@@ -2,7 +2,8 @@
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from matplotlib.figure import Figure, FigureBase
 
 from ..utils.atomic import atomic_write_bytes
 
-# Inches.
-WIDTH = 9.6
+# Inches: of figures, and of figures for phones.
+WIDTH, NARROW_WIDTH = 9.6, 4.4
+# Of a line in a legend.
+LEGEND_LINE = 0.2
 LEGEND_COLUMNS = 5
 PNG_DPI = 200
 
@@ -129,6 +132,52 @@ def svg_bytes(figure: Figure) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "inlinevit"}):
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     return buffer.getvalue()
+
+
+def narrow_svg_bytes(figure: Figure) -> bytes | None:
+    """Return a figure as SVG for a phone, with its panels below each other; None if it cannot be arranged so."""
+    # Parts of subfigures, and color bars beside several panels, have places that depend on the others.
+    if figure.subfigs or any(axes.get_subplotspec() is None for axes in figure.axes):
+        return None
+    with narrowed(figure):
+        return svg_bytes(figure)
+
+
+@contextmanager
+def narrowed(figure: Figure) -> Iterator[None]:
+    """Arrange the panels of a figure below each other within a context."""
+    size, places = figure.get_size_inches(), {axes: axes.get_subplotspec() for axes in figure.axes}
+    labels = {
+        axes: {
+            "labelleft": axes.yaxis.get_tick_params()["labelleft"],
+            "labelbottom": axes.xaxis.get_tick_params()["labelbottom"],
+        }
+        for axes in figure.axes
+    }
+    columns = {legend: legend._ncols for legend in figure.legends}
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    rows = max(place.get_gridspec().nrows for place in places.values())
+    try:
+        height = size[1] / rows * len(panels)
+        for legend in figure.legends:
+            names = [text.get_text() for text in legend.get_texts()]
+            legend.set_ncols(legend_columns(names, NARROW_WIDTH))
+            height += LEGEND_LINE * (-(-len(names) // legend._ncols) - 1)
+        figure.set_size_inches(min(NARROW_WIDTH, size[0]), height)
+        if len(panels) > rows:
+            grid = figure.add_gridspec(len(panels), 1)
+            for place, axes in enumerate(panels):
+                axes.set_subplotspec(grid[place])
+                # Panels of a row may share their labels.
+                axes.tick_params(labelleft=True, labelbottom=True)
+        yield
+    finally:
+        figure.set_size_inches(size)
+        for legend, count in columns.items():
+            legend.set_ncols(count)
+        for axes, place in places.items():
+            axes.set_subplotspec(place)
+            axes.tick_params(**labels[axes])
 
 
 def save_figure(figure: Figure, folder: Path, name: str, svg: bytes | None = None) -> None:
