@@ -10,9 +10,11 @@ from typing import Any
 
 import matplotlib
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.container import Container
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.gridspec import SubplotSpec
 
 from ..utils.atomic import atomic_write_bytes
 
@@ -136,45 +138,52 @@ def svg_bytes(figure: Figure) -> bytes:
 
 def narrow_svg_bytes(figure: Figure) -> bytes | None:
     """Return a figure as SVG for a phone, with its panels below each other; None if it cannot be arranged so."""
+    places = {axes: place for axes in figure.axes if (place := axes.get_subplotspec()) is not None}
     # Parts of subfigures, and color bars beside several panels, have places that depend on the others.
-    if figure.subfigs or any(axes.get_subplotspec() is None for axes in figure.axes):
+    if figure.subfigs or len(places) < len(figure.axes) or not places:
         return None
-    with narrowed(figure):
+    with narrowed(figure, places):
         return svg_bytes(figure)
 
 
 @contextmanager
-def narrowed(figure: Figure) -> Iterator[None]:
-    """Arrange the panels of a figure below each other within a context."""
-    size, places = figure.get_size_inches(), {axes: axes.get_subplotspec() for axes in figure.axes}
+def narrowed(figure: Figure, places: Mapping[Axes, SubplotSpec]) -> Iterator[None]:
+    """Arrange the panels of a figure below each other within a context.
+
+    Args:
+        figure: The figure.
+        places: Where its panels are.
+    """
+    width, height = figure.get_size_inches()
     labels = {
         axes: {
             "labelleft": axes.yaxis.get_tick_params()["labelleft"],
             "labelbottom": axes.xaxis.get_tick_params()["labelbottom"],
         }
-        for axes in figure.axes
+        for axes in places
     }
-    columns = {legend: legend._ncols for legend in figure.legends}
-    panels = [axes for axes in figure.axes if axes.get_visible()]
+    panels = [axes for axes in places if axes.get_visible()]
     rows = max(place.get_gridspec().nrows for place in places.values())
+    needed = height / rows * len(panels)
+    columns_before = {legend: vars(legend)["_ncols"] for legend in figure.legends}
+    for legend in figure.legends:
+        names = [text.get_text() for text in legend.get_texts()]
+        columns = legend_columns(names, NARROW_WIDTH)
+        legend.set_ncols(columns)
+        needed += LEGEND_LINE * (-(-len(names) // columns) - 1)
     try:
-        height = size[1] / rows * len(panels)
-        for legend in figure.legends:
-            names = [text.get_text() for text in legend.get_texts()]
-            legend.set_ncols(legend_columns(names, NARROW_WIDTH))
-            height += LEGEND_LINE * (-(-len(names) // legend._ncols) - 1)
-        figure.set_size_inches(min(NARROW_WIDTH, size[0]), height)
+        figure.set_size_inches(min(NARROW_WIDTH, width), needed)
         if len(panels) > rows:
             grid = figure.add_gridspec(len(panels), 1)
-            for place, axes in enumerate(panels):
-                axes.set_subplotspec(grid[place])
+            for row, axes in enumerate(panels):
+                axes.set_subplotspec(grid[row])
                 # Panels of a row may share their labels.
                 axes.tick_params(labelleft=True, labelbottom=True)
         yield
     finally:
-        figure.set_size_inches(size)
-        for legend, count in columns.items():
-            legend.set_ncols(count)
+        figure.set_size_inches(width, height)
+        for legend, columns in columns_before.items():
+            legend.set_ncols(columns)
         for axes, place in places.items():
             axes.set_subplotspec(place)
             axes.tick_params(**labels[axes])
