@@ -15,6 +15,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.container import Container
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.gridspec import SubplotSpec
+from matplotlib.lines import Line2D
 
 from ..utils.atomic import atomic_write_bytes
 
@@ -136,6 +137,7 @@ def svg_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+@plot_style
 def narrow_svg_bytes(figure: Figure) -> bytes | None:
     """Return a figure as SVG for a phone, with its panels below each other; None if it cannot be arranged so."""
     places = {axes: place for axes in figure.axes if (place := axes.get_subplotspec()) is not None}
@@ -165,13 +167,16 @@ def narrowed(figure: Figure, places: Mapping[Axes, SubplotSpec]) -> Iterator[Non
     panels = [axes for axes in places if axes.get_visible()]
     rows = max(place.get_gridspec().nrows for place in places.values())
     needed = height / rows * len(panels)
-    columns_before = {legend: vars(legend)["_ncols"] for legend in figure.legends}
-    for legend in figure.legends:
-        names = [text.get_text() for text in legend.get_texts()]
-        columns = legend_columns(names, NARROW_WIDTH)
-        legend.set_ncols(columns)
-        needed += LEGEND_LINE * (-(-len(names) // columns) - 1)
+    legends = list(figure.legends)
     try:
+        for legend in legends:
+            handles = [handle for handle in legend.legend_handles if isinstance(handle, Line2D)]
+            # Others, such as those of error bars, cannot be used again, but have short names.
+            if len(handles) == len(legend.get_texts()):
+                figure.legends.remove(legend)
+                add_legend(figure, handles, NARROW_WIDTH)
+                columns = legend_columns([str(handle.get_label()) for handle in handles], NARROW_WIDTH)
+                needed += LEGEND_LINE * (-(-len(handles) // columns) - 1)
         figure.set_size_inches(min(NARROW_WIDTH, width), needed)
         if len(panels) > rows:
             grid = figure.add_gridspec(len(panels), 1)
@@ -182,8 +187,7 @@ def narrowed(figure: Figure, places: Mapping[Axes, SubplotSpec]) -> Iterator[Non
         yield
     finally:
         figure.set_size_inches(width, height)
-        for legend, columns in columns_before.items():
-            legend.set_ncols(columns)
+        figure.legends[:] = legends
         for axes, place in places.items():
             axes.set_subplotspec(place)
             axes.tick_params(**labels[axes])
