@@ -12,9 +12,24 @@ def test_bench_prints_a_table_and_writes_a_report(tmp_path, capsys):
     cli.main([*TINY_BENCH.split(), "--output", str(tmp_path), "--name", "a"])
     output = capsys.readouterr().out
     assert "1 thread of" in output
+    assert "All are measured in mode eager." in output
     assert TINY in output
     assert f"the report is {tmp_path / 'a.html'}" in output
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.json", "a.png", "a.svg"}
+
+
+def test_a_quick_bench_of_models_includes_the_optimized_mode(monkeypatch, capsys):
+    from inlinevit.benchmark import measure
+
+    # Compiling it takes most of a minute.
+    monkeypatch.setattr(measure, "optimize_for_inference", lambda module: module)
+    words = f"bench model --quick --rounds 2 --threads 1 --models {TINY} resnet10t --sizes 32 --batches 1"
+    cli.main(words.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The modes eager and optimized are compared; optimized not for resnet10t." in printed
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "model", "--help"])
+    assert "modes: eager, optimized" in " ".join(capsys.readouterr().out.split())
 
 
 def test_bench_reports_nothing_if_outputs_differ(tmp_path, refused, monkeypatch):

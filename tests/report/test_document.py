@@ -36,7 +36,7 @@ from inlinevit.report import (
 )
 
 HOSTILE = "<script>alert('&\"1')</script>"
-VOID = {"meta", "link", "img", "br"}
+VOID = {"meta", "link", "img", "br", "source"}
 
 
 class Page(HTMLParser):
@@ -196,6 +196,33 @@ def test_new_kind_of_block(tmp_path: Path) -> None:
 
     report = Report("a", "b", [Section("quote", "Quote", [Quote("a < b")])])
     assert "<blockquote>a &lt; b</blockquote>" in report.write(tmp_path).read_text()
+
+
+def test_phones_get_narrow_figures() -> None:
+    def make() -> Figure:
+        lines = [Line(STYLES[attention], [1, 2, 3], [3, 2, 1]) for attention in ("softmax", "linear", "inline")]
+        return lines_figure([Panel("images", "loss", lines), Panel("seconds", "loss", lines)], share_y=True)
+
+    figure = make()
+    picture = Picture(figure, "alt", "caption")
+    assert picture.narrow_svg is not None
+    wide, narrow = ET.fromstring(picture.svg).attrib, ET.fromstring(picture.narrow_svg).attrib
+    # Points, which are about the pixels that a phone has.
+    assert float(narrow["width"][:-2]) < 350 < float(wide["width"][:-2])
+    # Panels are below each other.
+    assert float(narrow["height"][:-2]) > 1.5 * float(wide["height"][:-2])
+    assert picture.html().count("<source media") == 1
+    # The figure itself is as it was.
+    assert svg_bytes(figure) == svg_bytes(make())
+
+
+def test_figures_that_cannot_be_narrow_are_to_scroll() -> None:
+    figure = Figure(figsize=(9, 2))
+    for part in figure.subfigures(1, 2):
+        part.subplots()
+    picture = Picture(figure, "alt", "caption")
+    assert picture.narrow_svg is None
+    assert 'class="figure wide"' in picture.html()
 
 
 def test_same_figure_makes_same_file() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
 from timm.models import get_pretrained_cfg
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from ..engine.config import MOST_IMAGES
 from ..engine.outputs import check_output_folder
 from ..engine.runs import has_config, open_run
+from ..engine.setup import resolve_device
 from ..layers import BaseAttention
 from ..layers.registry import attention_name
 from ..models.factory import parse_model
@@ -207,11 +207,13 @@ def analyze_command(
     checkpoint: str | None = None,
     img_size: int | None = None,
     untrained: bool = False,
+    device: str | None = None,
     output: str = "runs/analysis",
 ) -> Path:
     """Analyze models side by side and return the path of the page; the arguments are those of `inlinevit analyze`."""
     started = time.monotonic()
     require(not untrained or checkpoint is None, "checkpoint and untrained exclude each other: choose one of them")
+    chosen = resolve_device(device)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for model in models:
         if not untrained:
@@ -236,6 +238,7 @@ def analyze_command(
     labels = labels_of(models, attentions)
     analyses, rows = [], []
     for model, classifier, attention, label in zip(models, classifiers, attentions, labels, strict=True):
+        classifier.model.to(chosen)
         subject = subject_of(classifier, label, attention, source, untrained)
         analyses.append(analyze(subject, source, effort, console))
         weights = "random" if untrained else checkpoint or ("of the run" if has_config(model) else "published")
@@ -260,8 +263,7 @@ def analyze_command(
 def subject_of(
     classifier: ClassificationPredictor, label: str, attention: str, source: ImageSource | ShardSource, untrained: bool
 ) -> Subject:
-    """Return a classifier on the default device, with its classes matched to those of the images."""
-    model = classifier.model.to(PartialState().device)
+    """Return a classifier with its classes matched to those of the images."""
     labels, no_accuracy = None, ""
     if untrained:
         no_accuracy = "it has random weights, so its accuracy is meaningless"
@@ -271,4 +273,4 @@ def subject_of(
         except ValueError:
             count = len(source.classes)
             no_accuracy = f"its {classifier.num_classes} classes are not those of the images ({count})"
-    return Subject(label, attention, model, classifier.spec, classifier.num_classes, labels, no_accuracy)
+    return Subject(label, attention, classifier.model, classifier.spec, classifier.num_classes, labels, no_accuracy)

@@ -60,7 +60,7 @@ BENCHES = {
     "model": Bench(
         "any models of timm, side by side",
         {"models": [INLINE_DEIT, SOFTMAX_DEIT], "sizes": [224, 384], "batches": [1, 8], "modes": ALL_MODES},
-        {"sizes": [224], "batches": [1, 8], "modes": ["eager"]},
+        {"sizes": [224], "batches": [1, 8], "modes": ["eager", "optimized"]},
     ),
     "accuracy": Bench(
         "published accuracy and measured time of all families",

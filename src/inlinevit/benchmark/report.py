@@ -40,10 +40,25 @@ def conditions_sentence(results: Results) -> str:
     )
 
 
+def modes_sentence(results: Results) -> str:
+    """Return which modes are compared, and which models do not have all of them."""
+    modes = list(dict.fromkeys(one.mode for one in results.measurements))
+    if len(modes) == 1:
+        return f"All are measured in mode {modes[0]}."
+    names = list(dict.fromkeys(one.name for one in results.measurements))
+    parts = [f"The modes {', '.join(modes[:-1])} and {modes[-1]} are compared"]
+    for mode in modes:
+        measured = {one.name for one in results.measurements if one.mode == mode}
+        without = [name for name in names if name not in measured]
+        if without:
+            parts.append(f"{mode} not for {', '.join(without)}")
+    return f"{'; '.join(parts)}."
+
+
 def print_results(results: Results, console: Console) -> None:
     """Print all tables and notes."""
     console = wide_console(console)
-    console.print(conditions_sentence(results), highlight=False)
+    console.print(f"{conditions_sentence(results)} {modes_sentence(results)}", highlight=False)
     for table in (full_table(results), *summary_tables(results)):
         console.print(rich_table(table))
     for note in results.notes:
@@ -55,7 +70,7 @@ def write_report(results: Results, folder: Path, name: str) -> Path:
     is_bench = results.what in BENCHES
     title = f"inlinevit bench {results.what}" if is_bench else "Models before and after"
     measured = BENCHES[results.what].help if is_bench else f"the models and those of {results.settings['revision']}"
-    report = Report(title, f"Measured: {measured}.")
+    report = Report(title, f"Measured: {measured}. {modes_sentence(results)}")
     report.add(Section("benchmark", name, make_blocks(results), asdict(results)))
     page = report.write(folder, name)
     # A new figure, because matplotlib moves some elements each time it saves one.

@@ -83,7 +83,7 @@ def run_bench(
         rounds: Timed calls of each candidate, at most; None = 50, or 10 if quick.
         device: "cpu" or "cuda".
         backward: Measure forward and backward instead of forward alone.
-        quick: Take smaller defaults, for results within a minute.
+        quick: Take smaller defaults, for results within a minute, or a few where models are optimized.
         **options: Options of the benchmark; None = default.
     """
     bench = BENCHES[what]

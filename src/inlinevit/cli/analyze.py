@@ -16,6 +16,7 @@ def analyze(
     epsilon: float = 0.01,
     delta: float = 0.1,
     untrained: bool = False,
+    device: str | None = None,
     output: str = "runs/analysis",
 ) -> None:
     """Measure confusion, locality, masking and maps of the attention of models, side by side.
@@ -32,6 +33,7 @@ def analyze(
         epsilon: Rows nearer than this, relative to the longer of them, count as the same.
         delta: Queries farther apart than this, relative to the longer of them, count as different.
         untrained: Use random weights. Names may have options then, such as inline_deit_tiny:attention=linear.
+        device: Where to compute, such as cpu or cuda; null = the best device there is.
         output: Folder for analysis.html, analysis.json and figures/.
     """
     from ..analysis.analyze import Effort, analyze_command
@@ -43,6 +45,7 @@ def analyze(
         checkpoint=checkpoint,
         img_size=img_size,
         untrained=untrained,
+        device=device,
         output=output,
     )
 

@@ -58,6 +58,11 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
             parser.add_argument(f"--{name}", nargs="+", type=str, default=None, metavar="FILE", help=about)
     else:
         parser.add_function_arguments(source, skip=set(skip))
+    for action in parser._actions:
+        # All other commands that compute call it so.
+        if action.dest == "run.device":
+            action.option_strings = [*action.option_strings, "--device"]
+            parser._option_string_actions["--device"] = action
     sections = {action.dest for action in parser._actions if "." in action.dest}
     for name, group in (parser.groups or {}).items():
         group.title = f"{name} options" if any(dest.startswith(f"{name}.") for dest in sections) else "command options"

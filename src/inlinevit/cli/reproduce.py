@@ -10,8 +10,8 @@ from .parsing import add_import, add_options, new_parser
 def make_parser() -> ArgumentParser:
     """Return the parser: the arguments of reproduce(), and --list."""
     description = "Train the paper's ablations on CIFAR-10, and print which of its claims hold."
-    parser = new_parser("reproduce", description, "[STUDY...] [options]")
-    about = "names of studies; all by default"
+    parser = new_parser("reproduce", description, "[STUDY[/CELL]...] [options]")
+    about = "names of studies, or single cells as STUDY/CELL; all studies by default"
     parser.add_argument("studies", nargs="*", type=str, metavar="STUDY", default=[], help=about)
     parser.add_argument("--list", action="store_true", help="list the studies and their cells, and train nothing")
     add_import(parser)

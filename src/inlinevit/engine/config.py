@@ -129,6 +129,9 @@ class RunConfig:
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
     """Number of the last checkpoints to keep, besides the best."""
+    device: str | None = None
+    """Where one process computes, such as cpu or cuda:1; null = the best device there is. Several processes have a
+    device each."""
     eval_every: int | None = None
     """Epochs (or steps, if the schedule counts steps) between evaluations; null = after each epoch."""
     precision: Literal["no", "bf16", "fp16"] = "no"
@@ -399,6 +402,7 @@ class TrainConfig:
         "run.attention_modules",
         "run.checkpoint_minutes",
         "run.checkpoint_steps",
+        "run.device",
         "run.keep_checkpoints",
         "run.log_every",
         "run.output",

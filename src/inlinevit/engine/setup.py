@@ -51,7 +51,13 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
     # Precision is shared by all accelerators of a process; a second run may want another one than the first.
     AcceleratorState._reset_state()
     # Without `cpu`, several processes without a GPU would each work alone, and write over each other's results.
-    return Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=precision, **options)
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=precision, **options)
+    if accelerator.num_processes == 1:
+        # An earlier accelerator of this process may have been given another device.
+        PartialState().device = None
+        PartialState().set_device()
+        accelerator.state.device = PartialState().device
+    return accelerator
 
 
 def make_train_accelerator(run: RunConfig) -> Accelerator:
@@ -68,6 +74,13 @@ def make_train_accelerator(run: RunConfig) -> Accelerator:
     )
     missing = set(run.trackers) - {str(tracker) for tracker in accelerator.log_with}
     require(not missing, f"run.trackers names {', '.join(sorted(missing))}, which is not installed: pip install it")
+    if run.device is not None:
+        require(
+            accelerator.num_processes == 1,
+            "--device chooses the device of one process, but there are several: leave it out",
+        )
+        # accelerate copies the one to the other at times.
+        PartialState().device = accelerator.state.device = resolve_device(run.device)
     check_precision("run.precision", run.precision, accelerator.device)
     return accelerator
 

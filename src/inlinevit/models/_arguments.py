@@ -60,6 +60,12 @@ def checked(init: Init) -> Init:
 
     @wraps(init)
     def check_and_init(self: Any, *positional: Any, **arguments: Any) -> None:
+        if "output_stride" in arguments:
+            raise ValueError(
+                f"{type(self).__name__} has no output_stride, because its strides are fixed: leave it out, and in "
+                "segmentation_models.pytorch choose a decoder without encoder_output_stride, such as Unet, FPN or "
+                "UPerNet"
+            )
         check_arguments(arguments, hints)
         init(self, *positional, **arguments)
 

@@ -6,7 +6,17 @@ its own template.
 
 from .blocks import Block, Case, CaseList, ImageGrid, Picture, Table, Text, Tile
 from .document import Report, Section, environment
-from .plots import Line, Panel, dots_figure, lines_figure, log_axis, reliability_figure, spread_figure
+from .plots import (
+    Interval,
+    Line,
+    Panel,
+    dots_figure,
+    intervals_figure,
+    lines_figure,
+    log_axis,
+    reliability_figure,
+    spread_figure,
+)
 from .style import STYLES, WIDTH, Style, add_legend, plot_style, save_figure, styles_of, svg_bytes
 from .tables import markdown_table, replace_between, rich_table, wide_console
 
@@ -17,6 +27,7 @@ __all__ = [
     "Case",
     "CaseList",
     "ImageGrid",
+    "Interval",
     "Line",
     "Panel",
     "Picture",
@@ -29,6 +40,7 @@ __all__ = [
     "add_legend",
     "dots_figure",
     "environment",
+    "intervals_figure",
     "lines_figure",
     "log_axis",
     "markdown_table",

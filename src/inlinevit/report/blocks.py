@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from .style import svg_bytes
+from .style import narrow_svg_bytes, svg_bytes
 
 # Everything that is inserted into a template is escaped.
 TEMPLATES = Environment(
@@ -88,10 +88,20 @@ class Table(Block):
 
 @dataclass
 class Picture(Block):
-    """A matplotlib figure, with a description for screen readers (`alt`) and a caption below it."""
+    """A matplotlib figure, with a description for screen readers (`alt`) and a caption below it.
+
+    Phones get a narrow version, or, of a figure that has none, the same one to scroll.
+    """
 
     template = """
-<figure><img class="figure" src="{{ block.svg | data_uri('image/svg+xml') }}" alt="{{ block.alt }}">
+<figure>
+{% if block.narrow_svg is not none %}
+<picture><source media="(max-width: 36rem)" srcset="{{ block.narrow_svg | data_uri('image/svg+xml') }}">
+<img class="figure" src="{{ block.svg | data_uri('image/svg+xml') }}" alt="{{ block.alt }}"></picture>
+{% else %}
+<div class="scroll" role="region" aria-label="{{ block.caption }}" tabindex="0">
+<img class="figure wide" src="{{ block.svg | data_uri('image/svg+xml') }}" alt="{{ block.alt }}"></div>
+{% endif %}
 <figcaption>{{ block.caption }}</figcaption></figure>
 """
 
@@ -103,6 +113,11 @@ class Picture(Block):
     def svg(self) -> bytes:
         """The figure as SVG."""
         return svg_bytes(self.figure)
+
+    @cached_property
+    def narrow_svg(self) -> bytes | None:
+        """The figure as SVG for narrow screens, if it has such a version."""
+        return narrow_svg_bytes(self.figure)
 
 
 @dataclass

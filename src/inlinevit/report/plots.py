@@ -159,3 +159,45 @@ def reliability_figure(bins: Sequence[Sequence[float]], outcome: str) -> Figure:
     histogram.bar([(place + 0.5) * width for place in range(len(bins))], [count for count, _, _ in bins], **look)
     histogram.set(xlabel="predicted probability", ylabel="count")
     return figure
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A row of intervals_figure().
+
+    Attributes:
+        name: Of the row.
+        style: Color and marker.
+        values: Single values.
+        center: Their mean; None = there is none.
+        error: Half of the length of the interval around it; 0 = no interval.
+        note: A text in the row.
+    """
+
+    name: str
+    style: Style
+    values: Sequence[float]
+    center: float | None
+    error: float = 0.0
+    note: str = ""
+
+
+@plot_style
+def intervals_figure(rows: Sequence[Interval], label: str) -> Figure:
+    """Plot values, their mean and an interval around it, one row per name; `label` says what the values are."""
+    figure = Figure(figsize=(WIDTH, 1.0 + 0.36 * len(rows)))
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        color = row.style.color
+        # Below the interval, which would hide them.
+        axes.plot(row.values, [place + 0.22] * len(row.values), ".", color=color, alpha=0.6)
+        if row.center is not None:
+            error = row.error or None
+            axes.errorbar(row.center, place, xerr=error, color=color, marker=row.style.marker, markersize=8, capsize=4)
+        # At the left edge.
+        axes.text(0.01, place, row.note, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=color)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(label)
+    axes.margins(x=0.06)
+    return figure

@@ -2,21 +2,27 @@
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.container import Container
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.lines import Line2D
 
 from ..utils.atomic import atomic_write_bytes
 
-# Inches.
-WIDTH = 9.6
+# Inches: of figures, and of figures for phones.
+WIDTH, NARROW_WIDTH = 9.6, 4.4
+# Of a line in a legend.
+LEGEND_LINE = 0.2
 LEGEND_COLUMNS = 5
 PNG_DPI = 200
 
@@ -129,6 +135,62 @@ def svg_bytes(figure: Figure) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "inlinevit", "text.usetex": False}):
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     return buffer.getvalue()
+
+
+@plot_style
+def narrow_svg_bytes(figure: Figure) -> bytes | None:
+    """Return a figure as SVG for a phone, with its panels below each other; None if it cannot be arranged so."""
+    places = {axes: place for axes in figure.axes if (place := axes.get_subplotspec()) is not None}
+    # Parts of subfigures, and color bars beside several panels, have places that depend on the others.
+    if figure.subfigs or len(places) < len(figure.axes) or not places:
+        return None
+    with narrowed(figure, places):
+        return svg_bytes(figure)
+
+
+@contextmanager
+def narrowed(figure: Figure, places: Mapping[Axes, SubplotSpec]) -> Iterator[None]:
+    """Arrange the panels of a figure below each other within a context.
+
+    Args:
+        figure: The figure.
+        places: Where its panels are.
+    """
+    width, height = figure.get_size_inches()
+    labels = {
+        axes: {
+            "labelleft": axes.yaxis.get_tick_params()["labelleft"],
+            "labelbottom": axes.xaxis.get_tick_params()["labelbottom"],
+        }
+        for axes in places
+    }
+    panels = [axes for axes in places if axes.get_visible()]
+    rows = max(place.get_gridspec().nrows for place in places.values())
+    needed = height / rows * len(panels)
+    legends = list(figure.legends)
+    try:
+        for legend in legends:
+            handles = [handle for handle in legend.legend_handles if isinstance(handle, Line2D)]
+            # Others, such as those of error bars, cannot be used again, but have short names.
+            if len(handles) == len(legend.get_texts()):
+                figure.legends.remove(legend)
+                add_legend(figure, handles, NARROW_WIDTH)
+                columns = legend_columns([str(handle.get_label()) for handle in handles], NARROW_WIDTH)
+                needed += LEGEND_LINE * (-(-len(handles) // columns) - 1)
+        figure.set_size_inches(min(NARROW_WIDTH, width), needed)
+        if len(panels) > rows:
+            grid = figure.add_gridspec(len(panels), 1)
+            for row, axes in enumerate(panels):
+                axes.set_subplotspec(grid[row])
+                # Panels of a row may share their labels.
+                axes.tick_params(labelleft=True, labelbottom=True)
+        yield
+    finally:
+        figure.set_size_inches(width, height)
+        figure.legends[:] = legends
+        for axes, place in places.items():
+            axes.set_subplotspec(place)
+            axes.tick_params(**labels[axes])
 
 
 def save_figure(figure: Figure, folder: Path, name: str, svg: bytes | None = None) -> None:

@@ -122,6 +122,31 @@ def test_chosen_studies_and_seeds_only(
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_single_cells_and_their_page(
+    small_studies: dict[str, Study], data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["reproduce", "--list", "second/inline"])
+    listed = capfd.readouterr().out
+    assert "  second/inline, 2 seeds: InLine" in listed
+    assert "all: 1 different cells, 2 runs" in listed
+    places = ["--data", data, "--output", str(tmp_path), "--steps", "1", "--device", "cpu:0"]
+    cli.main(["reproduce", "second/inline", "first/linear", "--seeds", "1", *places])
+    assert results(tmp_path) == {"linear": ["0"], "inline": ["0"]}
+    printed = capfd.readouterr()
+    assert "softmax" not in printed.out
+    assert f"the plots are in {tmp_path / 'report.html'}" in printed.err
+    assert "device: cpu:0" in (tmp_path / "inline-seed0" / "config.yaml").read_text()
+    cli.main(["reproduce", "second/inline", *places])
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/svg+xml") >= 2
+    assert "unknown; runs are missing" in page
+    sections = read_json(tmp_path / "report.json")["sections"]
+    assert list(sections) == ["first", "second"]
+    assert len(sections["second"]["cells"]["inline"]["top1"]) == 2
+    assert sections["first"]["claims"]["softmax wins"]["word"] == "unknown"
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_runs_of_another_command_are_left_to_it(
     small_studies: dict[str, Study], data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +179,10 @@ def test_progress_on_a_terminal(small_studies: dict[str, Study]) -> None:
         (["firs"], "there is no study called 'firs': did you mean first?"),
         (["zzz"], "there is no study called 'zzz': choose among first, second"),
         ([], "no results yet, and no data to train on: name the folder of CIFAR-10's"),
+        (["first/linea"], "study first has no cell called 'linea': did you mean linear?"),
+        (["first/zzz"], "study first has no cell called 'zzz': choose among softmax, linear"),
+        (["--device", "cpu"], "device has no effect without data: give --data, too"),
+        (["--device", "cuda:77", "--data", "/nowhere"], "device 'cuda:77' cannot be used here"),
         (["--data", "/nowhere"], "there is no folder /nowhere: name the folder of CIFAR-10's"),
         (["--steps", "0"], "steps is 0: it should be at least 1"),
         (["--jobs", "0"], "jobs is 0: it should be at least 1"),
@@ -181,6 +210,15 @@ def test_folder_with_other_settings_is_refused(small_studies: dict[str, Study], 
     with pytest.raises(ValueError, match=r"schedule\.steps was 1 and is 2.*: name another folder with --output, or"):
         reproduce(["second"], data=data, output=str(tmp_path), steps=2)
     assert (tmp_path / "results.json").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["injektivity", "injectivity/inline"])
+def test_list_refuses_wrong_names(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce", "--list", name])
+    printed = capfd.readouterr()
+    assert printed.err.startswith(("error: there is no study called", "error: study injectivity has no cell called"))
+    assert printed.out == ""
 
 
 def test_list_trains_nothing(capfd: pytest.CaptureFixture[str]) -> None:

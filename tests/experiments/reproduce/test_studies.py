@@ -75,5 +75,5 @@ def test_every_cell_has_a_model(cell: Cell) -> None:
 def test_description_names_all() -> None:
     text = describe_studies()
     assert all(f"{name}: {study.title}" in text for name, study in STUDIES.items())
-    assert all(f"  {cell.key}, " in text for cell in CELLS)
+    assert all(f"/{cell.key}, " in text for cell in CELLS)
     assert "27 different cells, 70 runs of 1000 steps" in text

@@ -79,3 +79,11 @@ def test_dropout_is_before_the_classifier() -> None:
     model = tiny("upernet", dropout=0.5)
     assert isinstance(model.segmentation_head[0], nn.Dropout2d)
     assert model.segmentation_head[0].p == 0.5
+
+
+@pytest.mark.parametrize("decoder", [smp.DeepLabV3Plus, smp.PAN])
+def test_dilated_encoders_are_refused(decoder: Any) -> None:
+    with pytest.raises(ValueError, match=r"^InLinePVT has no output_stride.*choose a decoder without"):
+        decoder("tu-inline_pvt_tiny", encoder_weights=None)
+    with pytest.raises(ValueError, match=r"^InLinePVT has no output_stride"):
+        tiny(kwargs={"output_stride": 16})

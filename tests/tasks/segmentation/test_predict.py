@@ -25,6 +25,7 @@ from inlinevit.tasks.segmentation.config import (
 from inlinevit.tasks.segmentation.labels import LabelMap
 from inlinevit.tasks.segmentation.predictor import SegmentationPredictor, in_windows_if_large, make_label_map
 from inlinevit.tasks.segmentation.task import Segmentation
+from inlinevit.tasks.segmentation.visualize import LEGEND_WIDTH
 from tests.tasks.segmentation.runs import CLASSES
 
 UNCHANGED = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -142,7 +143,8 @@ def test_what_is_written(
     assert set(np.unique(values).tolist()) == {2, 7, 9}
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/a.png: red 92 %, blue 5 %, green [b] 3 %"]
     # A legend is below.
-    assert Image.open(output / "a_overlay.png").height > 5 * 40
+    assert Image.open(output / "a_overlay.png").size == (60, 40)
+    assert Image.open(output / "a_legend.png").width == LEGEND_WIDTH
 
 
 def test_label_maps_have_16_bits_where_values_need_them(tmp_path: Path) -> None:

@@ -16,7 +16,13 @@ ATTENTIONS = ("softmax", "linear", "inline")
 
 
 def demo_config(
-    attention: str, *, output: str = "runs/embedded", data: str = "embedded", seed: int = 0, steps: int = 900
+    attention: str,
+    *,
+    output: str = "runs/embedded",
+    data: str = "embedded",
+    seed: int = 0,
+    steps: int = 900,
+    device: str | None = None,
 ) -> ClassificationConfig:
     """Return the recipe "embedded" for one of ATTENTIONS; the demo's models differ in attention and output only."""
     changes = {
@@ -26,6 +32,7 @@ def demo_config(
         "run": {
             "output": output,
             "seed": seed,
+            "device": device,
             "eval_every": max(1, steps // 6),
             "log_every": max(1, steps // 30),
             "checkpoint_steps": max(1, steps // 6),
@@ -34,7 +41,9 @@ def demo_config(
     return config_from_dict(ClassificationConfig, merge(load_recipe("embedded", "classification"), changes))
 
 
-def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps: int = 900) -> Path:
+def demo(
+    output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps: int = 900, device: str | None = None
+) -> Path:
     """Train a small softmax, linear and InLine vision transformer side by side, and write a report.
 
     They are trained on the same images in the same order, for the same number of steps. An interrupted demo resumes
@@ -46,6 +55,7 @@ def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps
             folder of the four .gz files of the whole data set.
         seed: Seed of initial weights, data order and augmentation.
         steps: Training steps of each model.
+        device: Where to compute, such as cpu or cuda; null = the best device there is.
 
     Returns:
         The path of report.html.
@@ -57,7 +67,9 @@ def demo(output: str = "runs/demo", data: str = "embedded", seed: int = 0, steps
     require(bool(output.strip()), "output is empty: name a folder, or leave it out")
     folder = Path(output)
     configs = {
-        attention: demo_config(attention, output=str(folder / attention), data=data, seed=seed, steps=steps)
+        attention: demo_config(
+            attention, output=str(folder / attention), data=data, seed=seed, steps=steps, device=device
+        )
         for attention in ATTENTIONS
     }
     console = Console(stderr=True, highlight=False, soft_wrap=True)

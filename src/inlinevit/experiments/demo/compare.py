@@ -20,6 +20,7 @@ from ...benchmark.timing import interleave
 from ...benchmark.train_loop import bare_step, first_batch
 from ...engine.config import to_plain
 from ...engine.evaluator import evaluate_model
+from ...engine.setup import resolve_device
 from ...engine.trainer import Trainer
 from ...models.catalog import count_parameters
 from ...report import STYLES, Report
@@ -47,7 +48,9 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
         console: Where to show the progress.
     """
     started = time.monotonic()
-    # Reads the data, so that errors occur before anything is written.
+    # Checks the device and reads the data, so that errors occur before anything is written.
+    for config in configs.values():
+        resolve_device(config.run.device)
     tasks = {attention: Classification(config) for attention, config in configs.items()}
     settings = {attention: to_plain(config) for attention, config in configs.items()}
     prepare_folder(folder, settings, console)

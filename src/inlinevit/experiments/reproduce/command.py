@@ -9,14 +9,16 @@ from rich.live import Live
 from rich.table import Table
 
 from ...engine.config import check_unchanged, read_plain
+from ...engine.setup import resolve_device
 from ...report import rich_table, wide_console
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.task import Classification
 from ...utils.atomic import make_output_dir
 from ...utils.validation import require
 from .cells import Ended, Outcome, read_outcome
+from .page import write_page
 from .record import Record, found_runs, gather
-from .studies import STUDIES, Run, cell_config, cells_of, plan
+from .studies import STUDIES, Run, Study, cell_config, cells_of, plan
 from .tables import cells_table, claims_table
 from .workers import Workers
 
@@ -24,14 +26,23 @@ RECORD = "results.json"
 
 
 def run_studies(
-    studies: Sequence[str], *, data: str | None, output: str, jobs: int, seeds: int | None, steps: int
+    studies: Mapping[str, Study],
+    *,
+    data: str | None,
+    output: str,
+    jobs: int,
+    seeds: int | None,
+    steps: int,
+    device: str | None,
 ) -> int:
-    """See reproduce()."""
+    """Train and show some studies, by name; the other arguments are those of reproduce()."""
+    if device is not None:
+        resolve_device(device)
     folder = Path(output)
     counts = {name: seeds if seeds and name in studies else study.seeds for name, study in STUDIES.items()}
-    runs = plan({name: counts[name] for name in studies})
+    runs = plan({name: counts[name] for name in studies}, studies)
     places = {"output": output} if data is None else {"output": output, "data": data}
-    configs = {run.name: cell_config(run.cell, seed=run.seed, steps=steps, **places) for run in runs}
+    configs = {run.name: cell_config(run.cell, seed=run.seed, steps=steps, device=device, **places) for run in runs}
     check_folder(folder, configs, steps)
     outcomes = {run.name: read_outcome(folder / run.name) for run in runs}
     missing = {name: configs[name] for name, outcome in outcomes.items() if outcome is None}
@@ -57,10 +68,13 @@ def run_studies(
             Workers(missing, jobs, update).run()
     final = record()
     console = wide_console(Console())
-    for name in studies:
-        console.print(rich_table(cells_table(name, final)))
-        if STUDIES[name].claims:
-            console.print(rich_table(claims_table(STUDIES[name], final)))
+    for name, study in studies.items():
+        console.print(rich_table(cells_table(name, final, study)))
+        if study.claims:
+            console.print(rich_table(claims_table(study, final)))
+    page = write_page(folder, final)
+    if page is not None:
+        progress.console.print(f"the plots are in {page}", markup=False)
     return progress.conclude(final, folder / RECORD)
 
 

@@ -1,12 +1,13 @@
 """The paper's ablations: the models of each study, and what the paper expects of them."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ...engine.config import config_from_dict
 from ...recipes import load_recipe, merge
 from ...tasks.classification.config import ClassificationConfig
+from ...utils.validation import did_you_mean, require
 
 # Training steps of 64 images.
 STEPS = 1000
@@ -140,20 +141,55 @@ def cells_of(studies: Iterable[Study]) -> list[Cell]:
     return list({cell.key: cell for study in studies for cell in study.cells}.values())
 
 
-def plan(seeds: Mapping[str, int]) -> list[Run]:
+def choose_studies(names: Sequence[str]) -> dict[str, Study]:
+    """Return the studies that names stand for, with the chosen cells and the claims about these.
+
+    Args:
+        names: Each is a study, or one of its cells as STUDY/CELL; none = all studies.
+
+    Raises:
+        ValueError: There is no such study or cell.
+    """
+    chosen: dict[str, set[str]] = {}
+    for name in names:
+        study, slash, key = name.partition("/")
+        hint = did_you_mean(study, STUDIES) or f"choose among {', '.join(STUDIES)}"
+        require(study in STUDIES, f"there is no study called {study!r}: {hint}")
+        keys = [cell.key for cell in STUDIES[study].cells]
+        hint = did_you_mean(key, keys) or f"choose among {', '.join(keys)}"
+        require(not slash or key in keys, f"study {study} has no cell called {key!r}: {hint}")
+        chosen.setdefault(study, set()).update([key] if slash else keys)
+    return {
+        name: replace(
+            study,
+            cells=tuple(cell for cell in study.cells if cell.key in chosen[name]),
+            claims=tuple(one for one in study.claims if {one.better.key, one.worse.key} <= chosen[name]),
+        )
+        for name, study in STUDIES.items()
+        if name in chosen
+    } or STUDIES
+
+
+def plan(seeds: Mapping[str, int], studies: Mapping[str, Study] = STUDIES) -> list[Run]:
     """Return the runs of studies, given their runs per cell, each once: the first seed of all cells, the second, …."""
     runs = (
         Run(cell, seed)
         for seed in range(max(seeds.values(), default=0))
         for name, count in seeds.items()
-        for cell in STUDIES[name].cells
+        for cell in studies[name].cells
         if seed < count
     )
     return list({run.name: run for run in runs}.values())
 
 
 def cell_config(
-    cell: Cell, *, seed: int = 0, data: str = DATA, output: str = OUTPUT, steps: int = STEPS
+    cell: Cell,
+    *,
+    seed: int = 0,
+    data: str = DATA,
+    output: str = OUTPUT,
+    steps: int = STEPS,
+    device: str | None = None,
 ) -> ClassificationConfig:
     """Return the recipe of a cell; cells of one recipe differ in the arguments of the model only.
 
@@ -163,6 +199,7 @@ def cell_config(
         data: Folder of CIFAR-10's train.tar and test.tar, or of the folders train and test.
         output: Folder of all runs, with one folder per run.
         steps: Training steps.
+        device: Where to compute; None = the best device there is.
     """
     changes = {
         "data": {"path": data},
@@ -171,6 +208,7 @@ def cell_config(
         "run": {
             "output": f"{output}/{Run(cell, seed).name}",
             "seed": seed,
+            "device": device,
             "eval_every": steps,
             "log_every": max(1, steps // 10),
         },

@@ -10,9 +10,9 @@ from .record import CellRecord, Record, judge
 from .studies import DATA, OUTPUT, STUDIES, Cell, Run, Study, plan
 
 
-def cells_table(name: str, record: Record) -> Table:
-    """Return one row per cell of a study."""
-    study, seeds = STUDIES[name], record.settings["seeds"][name]
+def cells_table(name: str, record: Record, study: Study | None = None) -> Table:
+    """Return one row per cell of a study, or of a part of it (`study`)."""
+    study, seeds = study or STUDIES[name], record.settings["seeds"][name]
     rows = []
     for cell in study.cells:
         found = record.cells[cell.key]

@@ -185,6 +185,6 @@ class SegmentationPredictOptions(DrawingPredictOptions):
     """Options of `inlinevit segment predict`. Images that are too large for one pass are processed in windows."""
 
     output: str
-    """Folder for the label map of each image, NAME_labels.png with the values of the training data, a drawing,
-    NAME_overlay.png, and predictions.json."""
+    """Folder for the label map of each image, NAME_labels.png with the values of the training data, a drawing of the
+    same size, NAME_overlay.png, its legend, NAME_legend.png, and predictions.json."""
     inference: InferenceOptions = field(default_factory=InferenceOptions)

@@ -31,7 +31,7 @@ from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluator
 from .model import build_segmenter
 from .transforms import resize_image, scaled_size
-from .visualize import class_shares, draw_labels, percent
+from .visualize import class_shares, draw_labels, draw_legend, percent
 
 LABELS_JSON = "labels.json"
 CLASSES_SHOWN = 3
@@ -60,7 +60,11 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
     mean_std: MeanStd
 
     options_class = SegmentationPredictOptions
-    drawing_suffixes: ClassVar[dict[str, str]] = {"labels": "_labels.png", "overlay": "_overlay.png"}
+    drawing_suffixes: ClassVar[dict[str, str]] = {
+        "labels": "_labels.png",
+        "overlay": "_overlay.png",
+        "legend": "_legend.png",
+    }
     max_pixels: int | None = field(default=MOST_PIXELS, kw_only=True)
 
     @property
@@ -93,6 +97,7 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
         drawings = {
             "labels": make_label_map(result, self.labels),
             "overlay": draw_labels(preview(image), result, self.labels.classes),
+            "legend": draw_legend(shares),
         }
         record = {"classes": [{"name": one.name, "share": share} for one, share in shares]}
         shown = [f"{one.name} {percent(share)}" for one, share in shares]

@@ -1,17 +1,19 @@
-"""Labels drawn on their image: colours that it shines through, and what they mean."""
+"""Labels drawn on their image in colours that it shines through, and a legend of what they mean."""
 
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
-from ...utils.fonts import LEGIBLE_SIDE, enlargement, font_for, shortened
+from ...utils.fonts import load_font, shortened
 from .labels import SegmentationClass
 
 OPACITY = 0.5
 # A legend names so many classes, those with the most pixels.
 MOST_NAMED = 40
+# Pixels.
+LEGEND_WIDTH, LEGEND_TEXT = 640, 16
 GROUND, INK, FRAME = (255, 255, 255), (0, 0, 0), (128, 128, 128)
 
 
@@ -29,9 +31,7 @@ def class_shares(indices: NDArray[np.uint8], classes: list[SegmentationClass]) -
 
 
 def draw_labels(image: Image.Image, indices: NDArray[np.uint8], classes: list[SegmentationClass]) -> Image.Image:
-    """An image painted with the colours of its pixels' classes, and a legend below it.
-
-    A very small image is enlarged, by a whole factor, and the legend is never too narrow to be read.
+    """Return an image painted with the colours of its pixels' classes, in its own size.
 
     Args:
         image: In RGB.
@@ -40,19 +40,20 @@ def draw_labels(image: Image.Image, indices: NDArray[np.uint8], classes: list[Se
     """
     colours = Image.fromarray(indices)
     colours.putpalette([value for one in classes for value in one.colour])
-    painted = Image.blend(image, colours.convert("RGB"), OPACITY)
-    factor = enlargement(image)
-    if factor > 1:
-        painted = painted.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
-    legend = draw_legend(class_shares(indices, classes), max(painted.width, LEGIBLE_SIDE // 2), font_for(painted))
-    drawn = Image.new("RGB", (legend.width, painted.height + legend.height), GROUND)
-    drawn.paste(painted, (0, 0))
-    drawn.paste(legend, (0, painted.height))
-    return drawn
+    return Image.blend(image, colours.convert("RGB"), OPACITY)
 
 
-def draw_legend(shares: list[tuple[SegmentationClass, float]], width: int, font: ImageFont.FreeTypeFont) -> Image.Image:
-    """Draw the classes that occur, the most frequent first, with their colours and shares, in columns."""
+def draw_legend(
+    shares: list[tuple[SegmentationClass, float]], width: int = LEGEND_WIDTH, text_size: int = LEGEND_TEXT
+) -> Image.Image:
+    """Draw the classes that occur, the most frequent first, with their colours and shares, in columns.
+
+    Args:
+        shares: See class_shares().
+        width: Of the drawing, in pixels.
+        text_size: Of its letters, in pixels.
+    """
+    font = load_font(text_size)
     texts = [f"{one.name} {percent(share)}" for one, share in shares[:MOST_NAMED]]
     more = len(shares) - len(texts)
     swatch = round(font.size)
