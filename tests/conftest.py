@@ -1,6 +1,7 @@
 """What tests of all parts use."""
 
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -17,6 +18,17 @@ def parsers_are_made_once() -> Iterator[None]:
         for module in (train, eval, predict):
             patch.setattr(module, "make_parser", cache(module.make_parser))
         yield
+
+
+@pytest.fixture(autouse=True)
+def registered_attentions() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    yield
+    registry = sys.modules.get("inlinevit.layers.registry")
+    if registry is not None:
+        for name in registry.MODULES:
+            registry.ATTENTIONS.pop(name, None)
+        registry.MODULES.clear()
 
 
 @pytest.fixture(scope="session")

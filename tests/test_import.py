@@ -66,6 +66,7 @@ def test_public_names_can_be_imported() -> None:
     run(
         "import inlinevit\n"
         "from inlinevit import InLineAttention, layers, load_checkpoint, models, ops, optimize_for_inference\n"
+        "from inlinevit import replace_attention\n"
         "from inlinevit import *\n"
         "assert set(inlinevit.__all__) <= set(dir(inlinevit))\n"
         "assert InLineAttention is layers.InLineAttention and load_checkpoint is models.load_checkpoint\n"

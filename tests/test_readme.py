@@ -12,7 +12,9 @@ from inlinevit.cli.commands import Command, resolve
 from tests import ROOT, slow_except
 
 from .tasks.detection.conftest import draw_coco
+from .tasks.detection.runs import make_run as make_detection_run
 from .tasks.segmentation.conftest import draw_ade
+from .tasks.segmentation.runs import make_run as make_segmentation_run
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -30,6 +32,8 @@ COMMANDS = [words for document in DOCUMENTS for words in shell_lines(document)]
 SMALLER = {
     "embedded": "--schedule.steps 2 --schedule.warmup 0 --data.max_train_samples 100 --data.workers 0 "
     "--model.kwargs.depth 1 --model.kwargs.embed_dim 16 --model.kwargs.num_heads 2",
+    "finetune": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 2 --data.workers 0 --model.img_size 32 "
+    "--model.pretrained false",
     # A command that follows takes its weights by the name of the model, so it has its full size.
     "inline_swin_tiny": "--schedule.epochs 1 --schedule.warmup 0 --data.batch_size 4 --data.workers 0 "
     "--model.img_size 64 --run.ema_decay null",
@@ -49,8 +53,26 @@ SMALLER = {
 @pytest.mark.parametrize(
     "code", slow_except(BLOCKS, *(code for code in BLOCKS if "mask_rcnn(" not in code)), ids=range(len(BLOCKS))
 )
-def test_python_blocks_run(code):
+def test_python_blocks_run(code, request, monkeypatch):
+    if "inlinevit.load(" in code:
+        monkeypatch.chdir(request.getfixturevalue("runs"))
     exec(compile(code, "block", "exec"), {})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with photos and the runs that the documents load: the first of the README, a detector, a segmenter."""
+    folder = tmp_path_factory.mktemp("runs")
+    generator = np.random.default_rng(0)
+    (folder / "photos").mkdir()
+    for name in ("photo.jpg", "photos/1.jpg", "photos/2.jpg"):
+        Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        cli.main(shortened(next(words for words in shell_lines(README) if words[:2] == ["inlinevit", "train"])))
+    make_detection_run(folder / "runs/detector", box_score_thresh=0.0)
+    make_segmentation_run(folder / "runs/segmenter")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -73,6 +95,7 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     generator = np.random.default_rng(0)
     names = [f"path/to/imagenet/{part}/{kind}/{i}.jpg" for part in ("train", "val") for kind in "ab" for i in range(2)]
+    names += [f"my_photos/{kind}/{i}.jpg" for kind in "ab" for i in range(3)]
     for name in [*names, "photo.jpg", "photos/1.jpg", "photos/2.jpg"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)

@@ -11,15 +11,30 @@ import wrapt
 
 __version__ = "0.1.0"
 
-__all__ = ["InLineAttention", "__version__", "layers", "load_checkpoint", "models", "ops", "optimize_for_inference"]
+__all__ = [
+    "InLineAttention",
+    "PretrainedWeightsError",
+    "__version__",
+    "layers",
+    "list_attentions",
+    "load",
+    "load_checkpoint",
+    "models",
+    "ops",
+    "optimize_for_inference",
+    "register_attention",
+    "replace_attention",
+    "testing",
+]
 
 __getattr__, _, _ = lazy_loader.attach(
     __name__,
-    submodules=["layers", "models", "ops"],
+    submodules=["layers", "models", "ops", "testing"],
     submod_attrs={
-        "layers": ["InLineAttention"],
-        "models": ["load_checkpoint"],
+        "layers": ["InLineAttention", "list_attentions", "register_attention"],
+        "models": ["PretrainedWeightsError", "load_checkpoint", "replace_attention"],
         "models.inference": ["optimize_for_inference"],
+        "tasks.loading": ["load"],
     },
 )
 

@@ -47,7 +47,7 @@ def test_bench_reports_nothing_if_outputs_differ(tmp_path, refused, monkeypatch)
     ("options", "remedy"),
     [
         ("layr", "did you mean layer?"),
-        ("model --sises 224", "did you mean sizes?"),
+        ("model --sises 224", "did you mean --sizes?"),
         ("model --models deit_tiny_patch16_244", "did you mean deit_tiny_patch16_224?"),
         ("model --sizes 225", "use 224 or 256"),
         ("model --batches -1", "it should be at least 1"),

@@ -350,6 +350,9 @@ def test_evaluation_meets_every_sample_once(processes: int, workers: int, kind: 
         assert len(batches) == len(data)
         assert numbers(list(data)) == numbers(batches)
         met += numbers(batches)
+        # With their indices, which here are the samples themselves.
+        for indices, batch in EvalLoader(samples, 4, workers=workers, collate=collate, numbered=True, **options):
+            assert numbers([batch]) == indices
     assert sorted(met) == list(range(length))
 
 

@@ -40,6 +40,21 @@ def test_a_line_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert all(word in line for word in ("loss", "lr", "error", "images_per_second", "left"))
 
 
+def test_the_log_has_the_effective_settings_of_each_start(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with pytest.raises(Stopped):
+        make_trainer(settings(output, run__log_every=1, toy__events={"5": "SIGTERM"})).run()
+    make_trainer(settings(output, run__log_every=1)).run()
+    lines = (output / "train.log").read_text().splitlines()
+    starts = [number for number, line in enumerate(lines) if "  started" in line or "  resumed at step" in line]
+    assert len(starts) == 2
+    first, second = (lines[start + 1 : start + 5] for start in starts)
+    assert first == second
+    assert first[0] == "a toy"
+    for line, words in zip(first[1:], ("total batch", "learning rate", "schedule"), strict=True):
+        assert words in line
+
+
 @pytest.mark.parametrize("rest", ['{"step": 1, "lo', "[]", "\x00\x00", '{"loss": 1}'])
 def test_unfinished_lines_are_dropped(tmp_path: Path, rest: str) -> None:
     output = tmp_path / "run"

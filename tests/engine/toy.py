@@ -196,6 +196,9 @@ class ToyTask:
     def metadata(self) -> dict[str, Any]:
         return {"classes.json": list(range(CLASSES))}
 
+    def describe(self) -> str:
+        return "a toy"
+
 
 def kill_at(place: str) -> None:
     """Have this process killed at a place in the writing of checkpoints: "write:7" is the 7th file."""

@@ -1,6 +1,5 @@
 """All attentions agree with the slow reference in conftest.py, on all layouts."""
 
-import inspect
 import math
 
 import pytest
@@ -26,6 +25,8 @@ from inlinevit.layers import (
 )
 from inlinevit.layers.layouts import window_means, window_reverse
 from inlinevit.ops.weights import WEIGHT_FUNCTIONS
+from inlinevit.testing import ATTENTION_CHECKS, check_attention
+from tests import slow_except
 
 DIM, HEADS = 8, 4
 # The attentions and options of the comparisons; "relative" is for windows alone.
@@ -166,25 +167,27 @@ def test_weights_and_kernels_are_what_attention_does(randomise, name, layout, pr
             torch.testing.assert_close(by_weights(mixer, x, size, context, chunk), expected, rtol=0, atol=1e-10)
 
 
+# What every attention promises
+
+
 @every_mixer
-@every_case
-def test_masked_weights(randomise, name, layout, prefix, size, lepe):
-    """Zero for a masked token; unchanged if nothing is masked; the same in chunks."""
+@pytest.mark.parametrize("check", slow_except(ATTENTION_CHECKS, *(set(ATTENTION_CHECKS) - {"compile"})))
+def test_promises(name, check):
+    """The same checks that attentions of other packages use."""
     kind, options = MIXERS[name]
-    mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options)).requires_grad_(False)
-    x = tokens(prefix + size[0] * size[1])
-    for q, k, v, windows in mixer.partition(x, size):
-        count = k.shape[2]
-        attn_mask = torch.rand(1, 1, count, count) < 0.6
-        attn_mask[..., 2, :] = False
-        weights = mixer.attention_weights(q, k, v, windows, attn_mask)
-        assert weights.shape == (*q.shape[:2], count, count)
-        assert weights.isfinite().all()
-        assert torch.all(weights[~attn_mask.expand_as(weights)] == 0)
-        part = mixer.attention_weights(q[:, :, 3:5], k, v, windows, attn_mask[:, :, 3:5], first=3)
-        torch.testing.assert_close(part, weights[:, :, 3:5], rtol=0, atol=1e-12)
-        unmasked = mixer.attention_weights(q, k, v, windows, torch.ones_like(attn_mask))
-        torch.testing.assert_close(unmasked, mixer.attention_weights(q, k, v, windows), rtol=0, atol=1e-12)
+    check_attention(kind, checks=[check], **options)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_gradients_reach_relative_positions(randomise, shifted):
+    """On a padded map, where a NaN would come from softmax rows of padding."""
+    layout = SquareWindows(4, shifted=shifted)
+    mixer = randomise(SoftmaxAttention(DIM, HEADS, layout=layout, relative_window=4))
+    x = tokens(35).requires_grad_()
+    mixer(x, (5, 7)).square().sum().backward()
+    for tensor in (*mixer.parameters(), x):
+        assert tensor.grad.isfinite().all()
+        assert tensor.grad.abs().max() > 1e-8
 
 
 def test_context_is_used_for_the_kernels_alone(randomise):
@@ -202,23 +205,6 @@ LAYOUTS = {
     "stripes": (CrossStripes(2), True),
 }
 every_layout = pytest.mark.parametrize(("layout", "lepe"), LAYOUTS.values(), ids=LAYOUTS)
-
-
-@every_mixer
-@every_layout
-def test_gradients_reach_every_parameter(randomise, name, layout, lepe):
-    """On a padded map, where a NaN would come from softmax rows of padding or from empty sums."""
-    kind, options = MIXERS[name]
-    if kind is SoftmaxAttention and isinstance(layout, SquareWindows):
-        options = {**options, "relative_window": 4}
-    mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options))
-    x = tokens(35).requires_grad_()
-    mixer(x, (5, 7)).square().sum().backward()
-    for parameter_name, tensor in [*mixer.named_parameters(), ("x", x)]:
-        assert tensor.grad is not None, parameter_name
-        assert tensor.grad.isfinite().all(), parameter_name
-        assert tensor.grad.abs().max() > 1e-8, parameter_name
-    assert torch.all(x.grad != 0)
 
 
 @every_mixer
@@ -252,24 +238,11 @@ def test_relative_positions_under_autocast(dtype):
         assert (out - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
 
 
-@every_kind
-def test_built_on_a_device_and_in_a_dtype(kind):
-    mixer = kind(DIM, HEADS, lepe=True, device="meta", dtype=torch.bfloat16)
-    assert {(p.device.type, p.dtype) for p in mixer.parameters()} == {("meta", torch.bfloat16)}
-
-
 def test_dropout_acts_in_training_alone():
     mixer = InLineAttention(DIM, HEADS, proj_drop=0.5)
     x = torch.randn(1, 36, DIM)
     assert (mixer.train()(x, (6, 6)) == 0).float().mean() > 0.3
     assert torch.all(mixer.eval()(x, (6, 6)) != 0)
-
-
-@every_kind
-def test_tokens_need_not_be_contiguous(kind):
-    mixer = kind(DIM, HEADS, layout=SquareWindows(4, shifted=True))
-    x = torch.randn(2, DIM, 35).transpose(1, 2)
-    torch.testing.assert_close(mixer(x, (5, 7)), mixer(x.contiguous(), (5, 7)))
 
 
 # Means of windows
@@ -299,12 +272,6 @@ def test_every_attention_has_an_explicit_form():
     for kind in ATTENTIONS.values():
         assert issubclass(kind, BaseAttention)
         assert kind.attention_weights is not BaseAttention.attention_weights
-
-
-@every_kind
-def test_attn_kwargs_names_are_options(kind):
-    parameters = inspect.signature(kind.__init__).parameters
-    assert set(kind.attn_kwargs_names) <= set(parameters)
 
 
 # Errors
@@ -345,13 +312,6 @@ def test_another_number_of_prefix_tokens_is_refused(kind, count):
 def test_prefix_tokens_with_windows_are_refused(kind, layout):
     with pytest.raises(ValueError, match=r"do not cover the map of 4×4.*use the whole map, or no prefix tokens"):
         kind(DIM, HEADS, layout=layout)(torch.randn(1, 17, DIM), (4, 4))
-
-
-@every_kind
-@pytest.mark.parametrize("shape", [(1, 16, DIM + 1), (16, DIM), (1, 4, 4, DIM)])
-def test_wrong_shapes_are_refused(kind, shape):
-    with pytest.raises(ValueError, match=r"\(batch, tokens, 8\)"):
-        kind(DIM, HEADS)(torch.randn(shape), (4, 4))
 
 
 def test_unknattn_kwargs_names_are_refused():

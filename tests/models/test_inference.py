@@ -129,7 +129,7 @@ def test_compiled_as_a_whole_and_in_chunks(monkeypatch):
 
 
 def test_a_model_without_our_blocks_is_refused():
-    with pytest.raises(ValueError, match="Linear has no block of inlinevit: there is nothing to optimize"):
+    with pytest.raises(ValueError, match="Linear has no block or attention of inlinevit: there is nothing to optimize"):
         inlinevit.optimize_for_inference(nn.Linear(2, 2))
 
 

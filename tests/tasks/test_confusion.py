@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from inlinevit.tasks.confusion import draw_confusion, most_confused
+from inlinevit.tasks.confusion import confused_classes, confusion_section, draw_confusion, most_confused
 
 
 def test_most_confused() -> None:
@@ -50,3 +50,26 @@ def test_latex_is_not_started_for_names_of_classes(tmp_path: Path, monkeypatch: 
     with rc_context({"text.usetex": True}):
         draw_confusion(torch.eye(3), ["\\input{x}", "b", "c"], tmp_path / "confusion.png")
     assert (tmp_path / "confusion.png").stat().st_size > 1000
+
+
+def test_the_page_has_the_most_confused_of_many_classes() -> None:
+    confusion = torch.eye(3000, dtype=torch.long) * 4
+    confusion[7, 2000], confusion[2000, 7], confusion[5, 6] = 3, 2, 1
+    section = confusion_section(confusion, [f"<{index}>" for index in range(3000)])
+    picture, table = section.blocks
+    assert confused_classes(confusion, 20) == [5, 6, 7, 2000]
+    assert confused_classes(confusion, 3) == [7, 2000]
+    assert "4 of 3,000 classes" in picture.caption  # type: ignore[attr-defined]
+    assert table.rows == [  # type: ignore[attr-defined]
+        ["<7>", "<2000>", "3", "42.9"],
+        ["<2000>", "<7>", "2", "33.3"],
+        ["<5>", "<6>", "1", "20.0"],
+    ]
+    page = "".join(block.html() for block in section.blocks)
+    assert "&lt;2000&gt;" in page
+    assert "<2000>" not in page
+
+
+def test_the_page_without_mistakes() -> None:
+    (text,) = confusion_section(torch.eye(3), ["a", "b", "c"]).blocks
+    assert "No class was taken for another one" in text.html()

@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from inlinevit.data.images import ImageFiles, unique_names
-from inlinevit.engine.predictor import DrawingPredictor, predict, predict_command
+from inlinevit.engine.prediction_files import PartialResults
+from inlinevit.engine.predictor import DrawingPredictor, PredictionJob, predict, predict_command
 from inlinevit.tasks import TASKS
 from tests.tasks.detection.test_predict import make_predictor as make_detector
 from tests.tasks.runs import MAKE
@@ -123,9 +124,11 @@ def test_names_that_clash_get_numbers(tmp_path: Path) -> None:
     assert names == ["a.png", "a-2.png", "A-3.png", "b.png", "a-2-2.png", "c-2.png"]
 
 
-def test_what_was_written_before_a_failure_is_whole(
-    case: Case, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_written_before_a_failure_is_kept(
+    case: Case, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The same command draws only the other images, and the list is as if nothing had happened."""
+    case.command([str(images)], tmp_path / "whole")
     forward = case.predictor.model.forward
 
     def interrupted(images: Any, **options: Any) -> Any:
@@ -133,10 +136,37 @@ def test_what_was_written_before_a_failure_is_whole(
             raise KeyboardInterrupt
         return forward(images, **options)
 
-    monkeypatch.setattr(case.predictor.model, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        case.command([str(images)], tmp_path / "out")
-    assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 2
+    output = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(case.predictor.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            case.command([str(images)], output)
+    assert not (output / "predictions.json").exists()
+    (part,) = (output / "predictions.json.partial").glob("part-*.jsonl")
+    assert ["error" in json.loads(line) for line in part.read_text().splitlines()] == [False, True]
+    capsys.readouterr()
+    (output / f"a{case.suffixes[0]}").unlink()
+    assert case.command([str(images)], output) == 1
+    captured = capsys.readouterr()
+    # The broken image is done; the drawing that is missing is not.
+    assert "resuming: 1 of 6 images are done" in captured.err
+    assert len(captured.out.splitlines()) == 5
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == whole
+
+
+def test_several_processes_draw_what_one_draws(case: Case, images: Path, tmp_path: Path) -> None:
+    case.command([str(images)], tmp_path / "whole")
+    output = tmp_path / "out"
+    partial = PartialResults(output / "predictions.json")
+    job = PredictionJob(case.predictor, ImageFiles([str(images)]), case.options(output=str(output)), partial)
+    with partial.open({}, {}, start_over=False):
+        plan = job.make_plan()
+        parts = [job.write_part(plan, torch.device("cpu"), process, 3) for process in range(3)]
+        assert [len((partial.folder / part).read_text().splitlines()) for part in parts] == [2, 2, 2]
+        assert partial.merge(plan.ids, "records", parts) == 1
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == whole
 
 
 def test_a_model_that_gives_no_numbers_is_reported(case: Case, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from ..engine.config import MOST_IMAGES
 from ..engine.outputs import check_output_folder
 from ..engine.runs import has_config, open_run
 from ..engine.setup import resolve_device
-from ..layers import ATTENTIONS, BaseAttention
+from ..layers import BaseAttention
+from ..layers.registry import attention_name
 from ..models.factory import parse_model
 from ..report import STYLES, Block, Report, Section, Table, Text
 from ..tasks.classification.config import ClassificationConfig, ClassificationDataOptions, DataConfig, ModelConfig
@@ -155,7 +156,10 @@ def views_of(subject: Subject, batches: Iterator[tuple[Tensor, Tensor]]) -> list
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (subject.spec.mean, subject.spec.std))
     views = []
     for image, queries in zip(images, VIEWS, strict=False):
-        pixels = (image.cpu() * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+        shown = (image.cpu() * std + mean).clamp(0, 1)
+        # Of several bands, the first three.
+        shown = shown[:3] if len(shown) > 3 else shown[:1].expand(3, -1, -1) if len(shown) == 2 else shown
+        pixels = shown.expand(3, -1, -1).permute(1, 2, 0).numpy()
         for query in queries:
             views.append(View(pixels.astype(np.float32), query, attention_maps(subject.model, image, [query])))
     return views
@@ -163,8 +167,7 @@ def views_of(subject: Subject, batches: Iterator[tuple[Tensor, Tensor]]) -> list
 
 def attention_of(model: nn.Module) -> str:
     """Return the names of a model's attentions, joined by +; models of timm have softmax attention."""
-    kinds = {kind: word for word, kind in ATTENTIONS.items()}
-    words = dict.fromkeys(kinds[type(part)] for part in model.modules() if isinstance(part, BaseAttention))
+    words = dict.fromkeys(attention_name(type(part)) for part in model.modules() if isinstance(part, BaseAttention))
     return "+".join(words) or "softmax"
 
 
@@ -181,10 +184,11 @@ def labels_of(models: Sequence[str], attentions: Sequence[str]) -> list[str]:
 def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
     """Return a model with random weights: that of a training run, NAME, or NAME:OPTION=VALUE,OPTION=VALUE."""
     if has_config(model):
-        config = replace(open_run(ClassificationConfig, model).config.model, checkpoint=None, pretrained=False)
+        run = open_run(ClassificationConfig, model).config
+        config, data = replace(run.model, checkpoint=None, pretrained=False), run.data
     else:
         name, options = parse_model(model)
-        config = ModelConfig(name=name, kwargs=options)
+        config, data = ModelConfig(name=name, kwargs=options), None
     config = replace(config, drop_path_rate=0.0, img_size=config.img_size if img_size is None else img_size)
     made_for = get_pretrained_cfg(config.name)
     num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0) or 1000
@@ -192,7 +196,7 @@ def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         built = build_model(config, num_classes).eval()
-    return ClassificationPredictor(built, config.name, num_classes, None, input_spec(config))
+    return ClassificationPredictor(built, config.name, config, num_classes, None, input_spec(config, data))
 
 
 def analyze_command(

@@ -7,6 +7,7 @@ that function are recorded.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from math import isqrt
@@ -17,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers import ATTENTIONS, BaseAttention
+from ..layers import AttentionAdapter, BaseAttention, SoftmaxAttention
 from ..layers.base_attention import HeadGroup, join_head_groups
 from ..layers.layouts import Windows, covers_map, merge_heads, window_partition, window_reverse
+from ..layers.registry import attention_name, overrides
 from ..ops import softmax_weights
+from ..utils.validation import require
 from .layer import PADDING, PREFIX, Convolution, Layer, MaskFunction
 
 # Called with a layer: returns an output (batch · windows, heads, tokens, width) that replaces the layer's, or None.
@@ -71,17 +74,22 @@ def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
         sizes[block] = (args[0].shape[1], args[0].shape[2])
 
     for name, module in model.named_modules():
-        if isinstance(module, BaseAttention):
-            hook: Callable[..., Any] = partial(visit_own, name, visit)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        find_places: Places | None = None
+        if hasattr(parent, "shift_size") and hasattr(parent, "window_size"):
+            find_places = partial(swin_places, parent, sizes)
+        if isinstance(module, AttentionAdapter):
+            require_weights(name, module.attention)
+            hook: Callable[..., Any] = partial(visit_adapter, name, visit, find_places)
+        elif isinstance(module, BaseAttention) and not isinstance(parent, AttentionAdapter):
+            require_weights(name, module)
+            hook, find_places = partial(visit_own, name, visit), None
         elif isinstance(getattr(module, "fused_attn", None), bool):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            if hasattr(parent, "shift_size") and hasattr(parent, "window_size"):
-                hooks.append(parent.register_forward_pre_hook(record_size))
-                hook = partial(visit_timm, name, visit, partial(swin_places, parent, sizes))
-            else:
-                hook = partial(visit_timm, name, visit, partial(plain_places, model, images))
+            hook = partial(visit_timm, name, visit, find_places or partial(plain_places, model, images))
         else:
             continue
+        if find_places is not None:
+            hooks.append(parent.register_forward_pre_hook(record_size))
         hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     if not hooks:
         raise ValueError(
@@ -93,6 +101,15 @@ def visited(model: nn.Module, images: Tensor, visit: Visit) -> Iterator[None]:
     finally:
         for handle in hooks:
             handle.remove()
+
+
+def require_weights(name: str, attention: BaseAttention) -> None:
+    """Refuse an attention that defines no attention weights."""
+    require(
+        overrides(type(attention), "attention_weights"),
+        f"{name} ({type(attention).__name__}) has no attention weights that could be inspected: define "
+        "attention_weights, if it has an N×N form, or analyze models with other attention",
+    )
 
 
 def visit_own(name: str, visit: Visit, attn: BaseAttention, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -109,12 +126,39 @@ def visit_own(name: str, visit: Visit, attn: BaseAttention, args: Any, kwargs: A
     return attn.proj_drop(attn.proj(join_head_groups(outputs).to(output.dtype))) if outputs else None
 
 
+def visit_adapter(
+    name: str,
+    visit: Visit,
+    find_places: "Places | None",
+    adapter: AttentionAdapter,
+    args: Any,
+    kwargs: Any,
+    output: Tensor,
+) -> Tensor | None:
+    """Visit an attention that was replaced: a forward hook, after its name, `visit` and, for Swin, places of tokens."""
+    given = signature(adapter.forward).bind(*args, **kwargs).arguments
+    x, attn = given["x"], adapter.attention
+    (group,) = attn.partition(x, adapter.map_size(x))
+    layer = layer_of_head_group(name, attn, group, x)
+    if isinstance(attn, SoftmaxAttention):
+        bias, own = adapter.score_bias(**given), attn.score_bias(group.k, group.windows)
+        if bias is not None:
+            bias = bias if own is None else own + bias
+            q = attn.map_queries(group.q)
+            layer = replace(layer, weights_function=partial(weights_of_timm, q, group.k, bias, None))
+    if find_places is not None:
+        size, places = find_places(group.q)
+        layer = replace(layer, size=size, places=places)
+    replaced = visit(layer)
+    return None if replaced is None else attn.proj_drop(attn.proj(merge_heads(replaced).to(output.dtype)))
+
+
 def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, context: Tensor) -> Layer:
     """Return what an attention computes for one head group; context is that of BaseAttention.forward."""
     q, k, v, windows = group
     return Layer(
         name if windows.num_head_groups == 1 else f"{name} ({windows.head_group + 1} of {windows.num_head_groups})",
-        next(word for word, kind in ATTENTIONS.items() if type(attn) is kind),
+        attention_name(type(attn)),
         (windows.map_height, windows.map_width),
         q,
         k,

@@ -2,7 +2,7 @@
 
 from jsonargparse import ArgumentParser, Namespace
 
-from .parsing import add_options, new_parser
+from .parsing import add_import, add_options, new_parser
 
 
 def analyze(
@@ -61,6 +61,7 @@ def make_parser() -> ArgumentParser:
         action="store_true",
         help="use random weights; names may have options then, such as inline_deit_tiny:attention=linear",
     )
+    add_import(parser)
     add_options(parser, analyze, skip=["models", "untrained"])
     return parser
 

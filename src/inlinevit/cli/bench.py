@@ -12,7 +12,7 @@ from ..benchmark.options import BENCHES, OPTIONS_HELP
 from ..tasks.classification.config import ClassificationConfig
 from ..utils.validation import require
 from .commands import Command, Entry
-from .parsing import add_options, add_recipe, new_parser, to_config
+from .parsing import add_import, add_options, add_recipe, new_parser, to_config
 
 # Options that `inlinevit bench loop` does not use, because it neither evaluates nor writes anything.
 UNUSED_BY_LOOP = (
@@ -31,6 +31,7 @@ def make_study_parser(name: str) -> ArgumentParser:
     """Return the parser of one of BENCHES: its own options, and those that all have."""
     bench = BENCHES[name]
     parser = new_parser(f"bench {name}", f"Measure {bench.help}.")
+    add_import(parser)
     own = parser.add_argument_group(f"options of {name}")
     for option, value in bench.options.items():
         default = " ".join(map(str, value)) if isinstance(value, list) else value
@@ -77,6 +78,7 @@ def make_loop_parser() -> ArgumentParser:
     """Return the parser of `inlinevit bench loop`."""
     description = "Measure the training loop with the model and the data of a recipe."
     parser = new_parser("bench loop", description, "[--config RECIPE] [options]")
+    add_import(parser)
     add_recipe(parser, "classification", "embedded")
     parser.add_argument("--steps", type=int, default=30, help="steps of each kind, interleaved")
     parser.add_argument("--json", action="store_true", help="print JSON")

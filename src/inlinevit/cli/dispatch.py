@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from .. import __version__
+from ..utils.modules import import_modules
 from .commands import Command, Entry, resolve
 from .errors import TRACEBACK, report_error, show_warning
 
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         parser = target.make_parser()
         options = option_names(parser)
-        code = target.run(parser.instantiate(parser.parse_args(list(rest))))
+        settings = parser.instantiate(parser.parse_args(list(rest)))
+        import_modules(getattr(parser, "imports", ()))
+        code = target.run(settings)
     except BrokenPipeError:
         # The reader of the output has closed it. Python must not try to write the rest when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

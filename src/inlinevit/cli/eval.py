@@ -3,7 +3,7 @@
 from jsonargparse import ArgumentParser, Namespace
 
 from ..tasks import TaskEntry
-from .parsing import add_model, add_options, new_parser, to_config
+from .parsing import add_import, add_model, add_options, new_parser, to_config
 
 
 def make_parser(entry: TaskEntry) -> ArgumentParser:
@@ -11,6 +11,7 @@ def make_parser(entry: TaskEntry) -> ArgumentParser:
     usage = f"{'MODEL' if entry.needs_model else '[MODEL]'} [options]"
     parser = new_parser(entry.command_line("eval"), f"Evaluate a model for {entry.description}.", usage)
     add_model(parser, entry, nargs=None if entry.needs_model else "?")
+    add_import(parser)
     add_options(parser, entry.load_eval_options())
     return parser
 

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
-from .parsing import new_parser
+from ..utils.modules import IMPORTED
+from ..utils.validation import require
+from .parsing import add_import, new_parser
 
 
 class ModelTable(NamedTuple):
@@ -90,6 +92,9 @@ def make_parser() -> ArgumentParser:
         help="classification, or models for another task on our backbones and on their softmax counterparts",
     )
     parser.add_argument("--filter", default="*", help="show the models whose name matches, such as '*swin*'")
+    about = "list the attentions that models take, also those of installed packages and of --import"
+    parser.add_argument("--attentions", action="store_true", help=about)
+    add_import(parser)
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", dest="format", action="store_const", const="json", help="print JSON")
     formats.add_argument("--markdown", dest="format", action="store_const", const="markdown", help="print Markdown")
@@ -97,7 +102,15 @@ def make_parser() -> ArgumentParser:
 
 
 def run(settings: Namespace) -> None:
-    """Print the models whose name matches, as a table, as "json" or as "markdown"."""
+    """Print the models whose name matches, or all attentions, as a table, as "json" or as "markdown"."""
+    if settings.attentions:
+        require(
+            settings.task == "classification" and settings.filter == "*",
+            "--attentions lists all attentions, whatever the model: leave out --task and --filter",
+        )
+        show_table(["attention", "class"], attention_rows(), "what models take as attention", settings.format, "left")
+        return
+    require(not IMPORTED, "--import adds no models to this table: use it with --attentions")
     table = TABLES[settings.task]
     models = {name: facts for name, facts in table.read().items() if fnmatch.fnmatch(name, settings.filter)}
     if not models:
@@ -106,15 +119,32 @@ def run(settings: Namespace) -> None:
     headings, rows = table.headings(), [table.row(name, facts) for name, facts in models.items()]
     if settings.format == "json":
         print(json.dumps([{"name": name, **facts} for name, facts in models.items()], indent=2))
-    elif settings.format == "markdown":
+    else:
+        show_table(headings, rows, table.caption, settings.format, "right")
+
+
+def attention_rows() -> list[list[str]]:
+    """Return the name and the class of each attention."""
+    # Here, because the list of models needs no torch.
+    from ..layers import find_attention, list_attentions
+
+    kinds = {name: find_attention(name) for name in list_attentions()}
+    return [[name, f"{kind.__module__}.{kind.__qualname__}"] for name, kind in kinds.items()]
+
+
+def show_table(headings: list[str], rows: list[list[str]], caption: str, format: str | None, justify: Any) -> None:
+    """Print a table as "json", as "markdown" or, with None, for a terminal: its columns but the first justified so."""
+    if format == "json":
+        print(json.dumps([dict(zip(headings, row, strict=True)) for row in rows], indent=2))
+    elif format == "markdown":
         print("\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows]))
     else:
         from rich.console import Console
         from rich.table import Table
 
-        shown = Table(*headings, caption=table.caption)
+        shown = Table(*headings, caption=caption)
         for column in shown.columns[1:]:
-            column.justify = "right"
+            column.justify = justify
         for row in rows:
             shown.add_row(*row)
         Console().print(shown)

@@ -1,6 +1,6 @@
 """Parsers of arguments that the commands share."""
 
-from argparse import SUPPRESS, ArgumentError
+from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
@@ -26,6 +26,20 @@ def new_parser(name: str, description: str, arguments: str = "[options]") -> Arg
     """
     usage = f"inlinevit {name} {arguments}"
     return ArgumentParser(prog=f"inlinevit {name}", usage=usage, description=description, exit_on_error=False)
+
+
+class ImportAction(Action):
+    """`--import MODULE`: collects modules in `imports` of the parser. It is no field, so that no recipe can set it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """See argparse.Action."""
+        parser.imports = [*getattr(parser, "imports", ()), values]
+
+
+def add_import(parser: ArgumentParser) -> None:
+    """Add `--import MODULE`, for modules that register attentions or models of timm."""
+    about = "a module to import first, which registers attentions (docs/attentions.md); can be given several times"
+    parser.add_argument("--import", action=ImportAction, dest=SUPPRESS, default=SUPPRESS, metavar="MODULE", help=about)
 
 
 def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequence[str] = ()) -> None:
@@ -56,6 +70,10 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
             # --SECTION FILE reads a whole section; --config does so for all of them.
             if action.dest == name:
                 action.help = SUPPRESS
+            # The limit has a short name, which messages mention, whatever the command.
+            if action.dest == "data.max_pixels":
+                action.option_strings = [*action.option_strings, "--max-pixels"]
+                parser._option_string_actions["--max-pixels"] = action
 
 
 def add_model(parser: ArgumentParser, task: TaskEntry, nargs: str | None = None) -> None:
@@ -111,6 +129,8 @@ def require_sections(recipe: Any, options: Sequence[str], section: str = "") -> 
             f"{example.removeprefix(section)}"
         )
     for key, value in recipe.items():
+        if not section and key in ("import", SUPPRESS):
+            raise ValueError("it names modules, but no file may have code imported: use --import on the command line")
         if any(option.startswith(f"{section}{key}.") for option in options):
             require_sections(value, options, f"{section}{key}.")
 

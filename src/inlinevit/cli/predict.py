@@ -3,7 +3,7 @@
 from jsonargparse import ArgumentParser, Namespace
 
 from ..tasks import TaskEntry
-from .parsing import add_model, add_options, new_parser, to_config
+from .parsing import add_import, add_model, add_options, new_parser, to_config
 
 
 def make_parser(entry: TaskEntry) -> ArgumentParser:
@@ -13,6 +13,7 @@ def make_parser(entry: TaskEntry) -> ArgumentParser:
     add_model(parser, entry)
     about = "images, folders of images, or patterns such as '*.jpg'"
     parser.add_argument("images", nargs="+", type=str, metavar="IMAGE", help=about)
+    add_import(parser)
     add_options(parser, entry.load_predict_options())
     return parser
 

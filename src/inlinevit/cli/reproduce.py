@@ -4,7 +4,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from ..experiments.reproduce import describe_studies, reproduce
 from ..utils.validation import require
-from .parsing import add_options, new_parser
+from .parsing import add_import, add_options, new_parser
 
 
 def make_parser() -> ArgumentParser:
@@ -14,6 +14,7 @@ def make_parser() -> ArgumentParser:
     about = "names of studies, or single cells as STUDY/CELL; all studies by default"
     parser.add_argument("studies", nargs="*", type=str, metavar="STUDY", default=[], help=about)
     parser.add_argument("--list", action="store_true", help="list the studies and their cells, and train nothing")
+    add_import(parser)
     add_options(parser, reproduce, skip=["studies"])
     return parser
 

@@ -6,13 +6,14 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from ..tasks import TASKS, TaskEntry
-from .parsing import add_options, add_recipe, new_parser, to_config
+from .parsing import add_import, add_options, add_recipe, new_parser, to_config
 
 
 def make_parser(entry: TaskEntry) -> ArgumentParser:
     """Return the parser: a recipe, and the fields of the task's configuration."""
     description = f"Train a model for {entry.description}. Options override the recipe."
     parser = new_parser(entry.command_line("train"), description, "[--config RECIPE] [options]")
+    add_import(parser)
     add_recipe(parser, entry.name, entry.recipe)
     add_options(parser, entry.load_config())
     return parser

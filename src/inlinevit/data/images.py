@@ -2,21 +2,23 @@
 
 import glob
 import os
+import re
 import struct
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
-from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 from ..utils.files import NotRegularFileError, open_regular
+from ..utils.memory import require_memory
+from .band_files import SEVERAL_PAGES, DeepPng, TiffBands, has_more_pages, is_beyond_pillow
+from .pixels import ORIENTATION, AnyImage, BandArray, PixelFormat, convert_pixels, transposed
 
 # The formats that are read: those that Pillow decodes by itself. Not among them are EPS (Pillow starts Ghostscript),
 # WMF (drawn by the operating system), IPTC (opens the image inside as any format, hence as EPS), formats that other
@@ -32,6 +34,8 @@ _PREFIX = 16
 # Images with fewer pixels on a side show nothing; longer strips would be blown up to billions of pixels.
 SMALLEST_SIDE = 2
 LONGEST_TO_SHORTEST = 100
+# Images with fewer pixels fit into memory.
+PIXELS_WITHOUT_CHECK = 2**26
 
 
 def has_valid_size(size: tuple[int, int]) -> bool:
@@ -40,11 +44,14 @@ def has_valid_size(size: tuple[int, int]) -> bool:
     return short >= SMALLEST_SIDE and long <= LONGEST_TO_SHORTEST * short
 
 
-def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile:
+def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile | BandArray:
     """Open an image of one of FORMATS, whatever the name of its file says; it is not decoded yet.
 
     All images that are not made by this library are opened here: no other program is started for them, and only regular
     files are read.
+
+    Returns:
+        An image of Pillow's; a BandArray for files with bands or bits that Pillow would leave out.
 
     Raises:
         NotRegularFileError: It is a pipe, a device, a socket or a folder.
@@ -64,7 +71,7 @@ def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile:
     return image
 
 
-def _identify(stream: BinaryIO) -> ImageFile:
+def _identify(stream: BinaryIO) -> ImageFile | BandArray:
     try:
         image = Image.open(stream, formats=supported_formats())
     except UnidentifiedImageError as error:
@@ -72,12 +79,28 @@ def _identify(stream: BinaryIO) -> ImageFile:
         name = _format_by_prefix(stream.read(_PREFIX))
         if name is None:
             raise
+        if name == "TIFF":
+            return _open_bands(stream)
         if name in FORMATS:
             problem = f"it is a {name} file that is damaged or has a pixel type that is not supported: save it again"
         else:
             supported = ", ".join(supported_formats())
             problem = f"its format is {name}, which is not supported: convert it to one of {supported}"
         raise ValueError(problem) from error
+    if image.format == "PNG" and is_beyond_pillow(image):
+        return DeepPng(stream, image)
+    if image.format == "TIFF":
+        if is_beyond_pillow(image):
+            return _open_bands(stream)
+        if has_more_pages(image):
+            warnings.warn(SEVERAL_PAGES, stacklevel=2)
+    return image
+
+
+def _open_bands(stream: BinaryIO) -> TiffBands:
+    image = TiffBands(stream)
+    if image.has_more_pages():
+        warnings.warn(SEVERAL_PAGES, stacklevel=2)
     return image
 
 
@@ -99,83 +122,53 @@ def _format_by_prefix(prefix: bytes) -> str | None:
     return None
 
 
-def decode_image(image: Image.Image, mode: str) -> Image.Image:
-    """Decode an image, rotate it as its EXIF data say, and convert it to a mode.
-
-    Raises:
-        OSError: It cannot be decoded.
-        ValueError: It is too small or too long to show anything, or it is not clear what its values mean.
-    """
-    if not has_valid_size(image.size):
-        raise ValueError(
-            f"it has {image.width} × {image.height} pixels, which show nothing: at least {SMALLEST_SIDE} are needed on "
-            f"the shorter side, and at most {LONGEST_TO_SHORTEST} times as many on the longer one"
-        )
-    return convert_mode(ImageOps.exif_transpose(image), mode, stored=image)
-
-
-def convert_mode(image: Image.Image, mode: str, *, stored: Image.Image | None = None) -> Image.Image:
-    """Decode an image and convert it to a mode, without rotation. docs/training.md has a table of all modes.
+def decode_image(image: AnyImage, mode: str | PixelFormat) -> AnyImage:
+    """Decode an image, convert it to the input of a model, and rotate it as its EXIF data say.
 
     Args:
-        image: Any image of Pillow's.
-        mode: RGB, or L for grey.
-        stored: The image as it was opened, if `image` is a rotated copy: what values mean depends on the file.
+        image: An image as `open_image` returns it, one of Pillow's, or a BandArray.
+        mode: The bands and values that a model needs; "RGB" and "L" stand for PixelFormat(3) and PixelFormat(1).
+
+    Returns:
+        A PIL image in RGB or L for three channels or one; else a BandArray of bytes.
 
     Raises:
         OSError: It cannot be decoded.
-        ValueError: It is not clear what its values mean, or it has colours that cannot be converted.
+        ValueError: It is too small or too long to show anything, it has other bands than the model needs, or it is not
+            clear what its values mean.
     """
-    if image.mode == "F":
-        return _from_floats(image, stored or image).convert(mode)
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        steps = _steps_of_a_byte(stored or image)
-        return image.convert("I").point(lambda value: value / steps).convert("L").convert(mode)
-    if image.mode == "LAB":
-        # Pillow converts it to RGB only.
-        image = image.convert("RGB")
-    return image.convert(mode)
+    check_size(image)
+    converted = convert_mode(image, mode)
+    # Some formats have their EXIF data behind the pixels.
+    orientation = image.getexif().get(ORIENTATION, 1) if isinstance(image, Image.Image) else image.orientation
+    return transposed(converted, orientation)
 
 
-def _steps_of_a_byte(image: Image.Image) -> int:
-    """Return how many values of an integer image with more than 8 bits make one step of 8 bits."""
-    _refuse_inverted(image)
-    # In these two formats Pillow's 32 bits hold 16: in PNG as older versions open it, in PGM always.
-    if image.mode == "I" and image.format not in ("PNG", "PPM"):
+def check_size(image: AnyImage) -> None:
+    """Refuse an image that is too small or too long to show anything, or that does not fit into memory."""
+    width, height = image.size
+    if not has_valid_size((width, height)):
         raise ValueError(
-            "its pixels are integers of 32 bits or with a sign, which do not tell what is white: save it with 8 or 16 "
-            "bits without a sign"
+            f"it has {width} × {height} pixels, which show nothing: at least {SMALLEST_SIDE} are needed on "
+            f"the shorter side, and at most {LONGEST_TO_SHORTEST} times as many on the longer one"
         )
-    return 16 if _tiff_tag(image, BITSPERSAMPLE) == (12,) else 256
+    if width * height > PIXELS_WITHOUT_CHECK:
+        needed = width * height * len(image.getbands())
+        require_memory(needed, f"its {width} × {height} pixels", "cut it into tiles")
 
 
-def _from_floats(image: Image.Image, stored: Image.Image) -> Image.Image:
-    """Convert an image of floating-point numbers from 0 (black) to 1 (white) to 8 bits."""
-    _refuse_inverted(stored)
-    values = np.asarray(image)
-    # NaN fails both comparisons.
-    if not (values.min() >= 0 and values.max() <= 1):
-        raise ValueError(
-            f"its pixels are floating-point numbers from {values.min():g} to {values.max():g}, which do not tell what "
-            "is black and white: scale them to 0 … 1, or save it with 8 or 16 bits"
-        )
-    return Image.fromarray((values * 255 + 0.5).astype(np.uint8))
-
-
-def _refuse_inverted(image: Image.Image) -> None:
-    """Refuse TIFF files in which 0 is white: Pillow inverts them with 8 bits, but not with more."""
-    if _tiff_tag(image, PHOTOMETRIC_INTERPRETATION) == 0:
-        raise ValueError("0 is white in it, which is supported for 8 bits only: save it with 0 for black")
-
-
-def _tiff_tag(image: Image.Image, tag: int) -> object:
-    """Return a tag of a TIFF file; None if it does not have it, or for another format."""
-    return getattr(image, "tag_v2", {}).get(tag)
+def convert_mode(image: AnyImage, mode: str | PixelFormat) -> AnyImage:
+    """Decode an image and convert it, without rotation; see decode_image. docs/images.md has a table of all kinds."""
+    converted = convert_pixels(image, mode)
+    if isinstance(converted, Image.Image):
+        # EXIF data of the file say how to rotate it, not this image.
+        converted.info = {}
+    return converted
 
 
 @contextmanager
 def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
-    """Raise an error where Pillow only warns of a decompression bomb; None = Pillow's limit."""
+    """Raise an error where Pillow only warns of a decompression bomb: above this number; None = Pillow's limit."""
     before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -189,11 +182,25 @@ def decompression_bomb_limit(most_pixels: int | None = None) -> Iterator[None]:
 def describe_image_error(name: str, error: Exception) -> str:
     """Describe why an image cannot be used; a broken file can make Pillow raise any error."""
     reason = str(error)
-    if isinstance(error, UnidentifiedImageError):
+    if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
+        # Pillow raises errors of its own at twice the limit.
+        reason = _describe_limit(reason, 2 if isinstance(error, Image.DecompressionBombError) else 1)
+    elif isinstance(error, UnidentifiedImageError):
         reason = "it is not an image"
     elif isinstance(error, NotRegularFileError):
         reason = f"it is {error.kind}, not a regular file"
     return f"{name} cannot be used ({reason or type(error).__name__})"
+
+
+def _describe_limit(message: str, factor: int) -> str:
+    """Describe that an image has too many pixels, from Pillow's message with a multiple of the limit."""
+    pixels, limit = ([int(number) for number in re.findall(r"\d+", message)] + [0, 0])[:2]
+    limit //= factor
+    return (
+        f"it has {pixels} pixels, more than the limit of {limit} against decompression bombs: if you trust it, allow "
+        f"more with --max-pixels {pixels}, or cut it into tiles; `inlinevit segment predict` processes large images in "
+        "windows"
+    )
 
 
 class ImageFiles:
@@ -205,7 +212,13 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.files)
 
-    def open(self, index: int) -> ImageFile:
+    def subset(self, indices: Iterable[int]) -> "ImageFiles":
+        """Return some of the images, in this order."""
+        chosen = ImageFiles([])
+        chosen.files = [self.files[index] for index in indices]
+        return chosen
+
+    def open(self, index: int) -> AbstractContextManager[AnyImage]:
         """Open an image without decoding it; any error means that it cannot be used."""
         path, problem = self.files[index]
         if problem:
@@ -228,7 +241,7 @@ def find_images(arguments: Iterable[str]) -> dict[str, str]:
     files: dict[str, str] = {}
     seen: set[str] = set()
     for argument in arguments:
-        for path, problem in _expand(argument):
+        for path, problem in expand_argument(argument):
             place = os.path.abspath(path)
             if place not in seen:
                 seen.add(place)
@@ -236,10 +249,14 @@ def find_images(arguments: Iterable[str]) -> dict[str, str]:
     return files
 
 
-def _expand(argument: str) -> Iterator[tuple[str, str]]:
+def is_pattern(argument: str) -> bool:
+    """Whether an argument is a glob pattern, and not the name of a file or a folder."""
+    return glob.has_magic(argument) and not os.path.exists(argument)
+
+
+def expand_argument(argument: str) -> Iterator[tuple[str, str]]:
     """Yield the files that one argument means, each with what is wrong with it."""
-    is_pattern = glob.has_magic(argument) and not os.path.exists(argument)
-    matches = sorted(glob.glob(argument, recursive=True)) if is_pattern else [argument]
+    matches = sorted(glob.glob(argument, recursive=True)) if is_pattern(argument) else [argument]
     if not matches:
         yield argument, "nothing matches this pattern"
     for match in matches:

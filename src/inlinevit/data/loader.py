@@ -32,6 +32,7 @@ from .streams import (
     ReshardedStreamReader,
     ReshardedStreamSampler,
     Stream,
+    StreamPiece,
     StreamSampler,
     load_samples,
 )
@@ -207,7 +208,10 @@ class StreamLoader(TrainLoader):
 
 
 class EvalLoader:
-    """Reads every sample once, over all processes; their numbers of batches may differ, and last batches be smaller."""
+    """Reads every sample once, over all processes; their numbers of batches may differ, and last batches be smaller.
+
+    With `numbered`, batches come with the indices of their samples in the data: (indices, batch).
+    """
 
     def __init__(
         self,
@@ -218,22 +222,41 @@ class EvalLoader:
         collate: Collate,
         process: int = 0,
         processes: int = 1,
+        numbered: bool = False,
     ) -> None:
         self.requests: list[Any]
         read: Callable[[Any], Any]
+        self.numbered = numbered
         if isinstance(dataset, Stream):
             plan = BatchPlan.initial(batch_size, process=process, processes=processes, workers=workers)
             part = StreamSampler(dataset.lengths, plan, seed=None, window=batch_size)
             sampler = ReshardedStreamSampler([part], BatchPlan.initial(batch_size))
             self.requests, read = list(sampler.requests(0, 0)), ReshardedStreamReader(dataset, sampler, collate)
+            self.indices: Callable[[Any], list[int]] = partial(_stream_indices, part)
         else:
             indices = [(index, 0) for index in range(process, len(dataset), processes)]
             self.requests = [indices[first : first + batch_size] for first in range(0, len(indices), batch_size)]
             read = partial(_load_batch, dataset, collate)
+            self.indices = _batch_indices
         self.loader = BatchLoader(read, workers=workers, keep_workers=False)
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.loader.load(iter(self.requests))
+        batches = self.loader.load(iter(self.requests))
+        return zip(map(self.indices, self.requests), batches, strict=True) if self.numbered else batches
+
+
+def _batch_indices(request: list[SeededIndex]) -> list[int]:
+    return [index for index, _ in request]
+
+
+def _stream_indices(sampler: StreamSampler, pieces: list[StreamPiece]) -> list[int]:
+    """Return the indices in the data of the samples of a batch of a stream that is not shuffled."""
+    indices: list[int] = []
+    for piece in pieces:
+        window, inside = sampler.find(piece.request)
+        first = window.first + inside * sampler.batch_size
+        indices += range(first + piece.start, min(first + piece.stop, window.end))
+    return indices

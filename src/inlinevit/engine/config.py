@@ -2,14 +2,15 @@
 
 import typing
 from argparse import ArgumentError
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from ..utils.files import read_yaml
-from ..utils.validation import Range, check_fields, check_value, require
+from ..utils.validation import Range, check_fields, check_value, did_you_mean, require, shorten
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -24,6 +25,9 @@ MOST_WORKERS = 1024
 COUNT = Range(1, MOST_STEPS)
 NOT_NEGATIVE = Range(0, inf)
 BELOW_ONE = Range(0, 1, below_most=True)
+BANDS = Range(0, 1023)
+BITS = Range(8, 32)
+PIXEL_LIMITS = Range(1, 10**12)
 
 
 @dataclass
@@ -112,7 +116,7 @@ class RunConfig:
     """Where a run writes its results, and how it uses the machine."""
 
     output: str = "runs/latest"
-    """Folder of the results: config.yaml, metrics.jsonl, checkpoints, model.safetensors."""
+    """Folder of the results: config.yaml, train.log, metrics.jsonl, checkpoints, model.safetensors."""
     seed: int = 0
     """Determines initial weights, shuffling of the data and augmentation."""
     resume: str = "auto"
@@ -151,6 +155,9 @@ class RunConfig:
     """Shard parameters, gradients and optimizer states over the processes."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate: tensorboard, wandb, ...."""
+    attention_modules: dict[str, str] = field(default_factory=dict)
+    """A record that the run writes: its attentions of other packages, and the modules that registered them. They are
+    not imported because they stand here: that is what --import is for."""
     log_every: int = 50
     """Steps between lines in metrics.jsonl. Losses are read from the GPU this often, and so NaN is noticed; 1 stops
     before the weights change, but waits for the GPU in every step."""
@@ -179,12 +186,85 @@ class RunConfig:
         )
 
 
-@dataclass
-class DataOptions:
-    """Data to evaluate on, where they differ from those of the training run."""
+@dataclass(kw_only=True)
+class PixelConfig:
+    """Which bands and values of images a model gets: docs/images.md. The data config of a task is derived from it."""
 
-    # Fields that name other data: the rest of the run's data config does not apply to these.
-    source_fields: ClassVar[tuple[str, ...]] = ()
+    bands: list[int] | None = None
+    """Which bands of the images, in this order, from 0 on, such as [3, 2, 1]; null = all, if there are as many as
+    model.in_chans."""
+    range: Literal["auto", "type"] | int | tuple[float, float] = "auto"
+    """Which values become black and white: two numbers; how many bits are used, such as 12; type = the range of the
+    type; auto = by the type and, for 16 bits, by the bits that the training images use."""
+    mean: list[float] | None = None
+    """Mean of each band, where 1 is white; null = of one or three bands what the model was made for, of others that of
+    training images."""
+    std: list[float] | None = None
+    """Standard deviation of each band; null = as for mean."""
+    max_pixels: int | None = None
+    """Images with more pixels are refused; null = 89,478,485, Pillow's limit."""
+
+    def check_pixels(self) -> None:
+        """Refuse bands, ranges, means and limits that make no sense."""
+        check_pixel_range(self.range)
+        check_value("data.bands", self.bands, list[int] | None, BANDS)
+        check_value("data.max_pixels", self.max_pixels, int | None, PIXEL_LIMITS)
+        require(self.bands != [], "data.bands is empty: name at least one band, or leave it out")
+        require(
+            (self.mean is None) == (self.std is None),
+            "data.mean and data.std belong together: give both, one number for each band, or none",
+        )
+        require(all(value > 0 for value in self.std or ()), "data.std should be above 0")
+
+    def check_channels(self, channels: int) -> None:
+        """Refuse bands, means and standard deviations that do not fit to the channels of the model."""
+        bands = channels if self.bands is None else len(self.bands)
+        require(
+            bands == channels or (bands, channels) == (1, 3),
+            f"data.bands has {bands} bands, but model.in_chans is {channels}: set --model.in_chans {bands}, or choose "
+            "others",
+        )
+        for name in ("mean", "std"):
+            values = vars(self)[name]
+            require(
+                values is None or len(values) == channels,
+                f"data.{name} has {len(values or ())} numbers, but model.in_chans is {channels}: give one for each",
+            )
+
+
+def check_pixel_range(value: Any) -> None:
+    """Refuse a range that is neither a word, nor a number of bits, nor two numbers that rise."""
+    if isinstance(value, int):
+        check_value("data.range", value, int, BITS)
+    elif not isinstance(value, str | None):
+        check_value("data.range", value, tuple[float, float])
+        require(value[0] < value[1], f"data.range is {list(value)}: it should rise from black to white")
+
+
+@dataclass(kw_only=True)
+class PixelOptions:
+    """Which bands and values of images a model gets, where they differ from those of the training run."""
+
+    bands: list[int] | None = None
+    """Which bands of the images, in this order, from 0 on; null = as in the run."""
+    range: Literal["auto", "type"] | int | tuple[float, float] | None = None
+    """Which values become black and white: two numbers; how many bits are used; type = the range of the type; auto = by
+    the type and, for 16 bits, by the bits that an image uses; null = as in the run."""
+    max_pixels: int | None = None
+    """Images with more pixels are refused; null = as in the run, or 89,478,485 (segment predict: 400,000,000)."""
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the fields that differ from those of the run."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def __post_init__(self) -> None:
+        PixelConfig(**{name: vars(self)[name] for name in ("bands", "max_pixels")}).check_pixels()
+        check_pixel_range(self.range)
+
+
+@dataclass
+class SourceOptions:
+    """Data to evaluate on, where they differ from those of the training run."""
 
     path: str | None = None
     """The data; null = as in the run."""
@@ -193,17 +273,23 @@ class DataOptions:
     workers: int | None = None
     """Processes that read images; null = as in the run."""
 
-    def overrides(self) -> dict[str, Any]:
-        """Return the fields of the data config that differ from those of the run."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+
+@dataclass
+class DataOptions(PixelOptions, SourceOptions):
+    """Data to evaluate on, and what the values of their images mean, where they differ from the training run."""
+
+    # Fields that name other data: the rest of the run's data config does not apply to these.
+    source_fields: ClassVar[tuple[str, ...]] = ()
 
     def applied_to(self, run: Any, default: Any) -> Any:
         """Return the data config of a run, or a default if there is no run or the options name other data, with these.
 
-        The checks of the config refuse bad values.
+        The checks of the config refuse bad values. Bands and ranges are those of the model, whatever the data.
         """
         overrides = self.overrides()
         is_elsewhere = run is None or bool(overrides.keys() & set(self.source_fields))
+        if is_elsewhere and run is not None:
+            default = replace(default, **{one.name: vars(run)[one.name] for one in fields(PixelConfig)})
         return replace(default if is_elsewhere else run, **overrides)
 
 
@@ -211,10 +297,14 @@ class DataOptions:
 class CommandOptions:
     """Options of `eval` and `predict`."""
 
+    # Options that say which model is loaded, and where results are written: a Predictor that is called has neither.
+    command_only: ClassVar[tuple[str, ...]] = ("checkpoint", "device", "format", "output", "resume")
+
     checkpoint: str | None = None
     """"best" or a checkpoint of the run; null = the final weights."""
     device: str | None = None
     """Where to compute, such as cpu or cuda; null = the best device there is."""
+    data: PixelOptions = field(default_factory=PixelOptions)
 
 
 @dataclass(kw_only=True)
@@ -223,17 +313,31 @@ class EvalOptions(CommandOptions):
 
     data: DataOptions = field(default_factory=DataOptions)
     output: str | None = None
-    """Folder for evaluation.json, per_class.csv and further files; null = only print tables."""
+    """Folder for evaluation.json, evaluation.html, per_class.csv, predictions.csv and further files; null = only print
+    tables."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: no, bf16 or fp16."""
 
 
 @dataclass(kw_only=True)
-class ClassPredictOptions(CommandOptions):
+class PredictOptions(CommandOptions):
+    """Options of `predict`; a task adds its own."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """"auto" continues a job that was stopped, if there are partial results of the same settings beside the output;
+    "never" starts over."""
+
+
+@dataclass(kw_only=True)
+class ClassPredictOptions(PredictOptions):
     """Options of `predict` for tasks that predict classes of images."""
 
-    format: Literal["table", "json", "csv"] = "table"
-    """Format of the results."""
+    # Formats that the name of a file can end with.
+    file_formats: ClassVar[tuple[str, ...]] = ("json", "jsonl", "csv", "parquet")
+
+    format: Literal["auto", "table", "json", "jsonl", "csv", "parquet"] = "auto"
+    """Format of the results; "auto" = that of the extension of `output` (.json, .jsonl, .csv, .parquet), else a
+    table."""
     output: str | None = None
     """File for the results; null = print them."""
     batch_size: int = 32
@@ -242,13 +346,48 @@ class ClassPredictOptions(CommandOptions):
     def __post_init__(self) -> None:
         check_value("batch_size", self.batch_size, int, Range(1, MOST_IMAGES))
 
+    def chosen_format(self) -> str:
+        """Return the format of the results, where "auto" is replaced."""
+        if self.format != "auto":
+            return self.format
+        extension = Path(self.output or "").suffix.lower().removeprefix(".")
+        return extension if extension in self.file_formats else "table"
+
 
 @dataclass(kw_only=True)
-class DrawingPredictOptions(CommandOptions):
+class DrawingPredictOptions(PredictOptions):
     """Options of `predict` for tasks that draw their results."""
 
     output: str
     """Folder for the drawings and predictions.json."""
+
+
+def fill_options(kind: Any, given: Mapping[str, Any], known: Sequence[str]) -> Any:
+    """Return options with values given by name; those of a section are given as a dict.
+
+    Args:
+        kind: A dataclass. If results would be written to files, the caller writes none: output is empty.
+        given: The values.
+        known: The names that may be given.
+
+    Raises:
+        TypeError: There is no such option.
+        ValueError: A value is wrong.
+    """
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {"output": ""} if issubclass(kind, DrawingPredictOptions) else {}
+    for name, value in given.items():
+        if name not in known:
+            near = did_you_mean(name, known) or f"the options are {', '.join(known)}"
+            raise TypeError(f"there is no option {name}: {near}")
+        section = hints[name]
+        if is_dataclass(section) and not isinstance(value, cast(type, section)):
+            names = [one.name for one in fields(section)]
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{name} is {shorten(value)}: give a dict with some of {', '.join(names)}")
+            value = fill_options(section, value, names)
+        values[name] = value
+    return kind(**values)
 
 
 @dataclass
@@ -257,8 +396,10 @@ class TrainConfig:
 
     # Settings that may change when a run is resumed, because the final weights do not depend on them.
     free_on_resume: ClassVar[tuple[str, ...]] = (
+        "data.max_pixels",
         "data.path",
         "data.workers",
+        "run.attention_modules",
         "run.checkpoint_minutes",
         "run.checkpoint_steps",
         "run.device",
@@ -357,12 +498,13 @@ def check_unchanged(before: dict[str, Any], now: TrainConfig, is_same_batch: boo
         now: The configuration that it is to be resumed with.
         is_same_batch: Whether the settings result in the same total batch; batch size and accumulation may then change.
     """
-    old, new = flattened(before), flattened(to_plain(now))
+    # Settings that did not exist when the run was started are as they are by default.
+    old, new = flattened(to_plain(type(now)())) | flattened(before), flattened(to_plain(now))
     free = {*now.free_on_resume, *(BATCH_SETTINGS if is_same_batch else ())}
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
-        if name not in free and old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and not any(f"{name}.".startswith(f"{setting}.") for setting in free)
     ]
     require(
         not changed,

@@ -3,7 +3,7 @@
 import csv
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,23 +11,27 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import track
 from torch import nn
 
 from ..utils.atomic import atomic_text_writer, atomic_write_bytes, finite, make_output_dir
 from ..utils.validation import require
 from .config import EvalOptions
 from .outputs import check_output_folder
+from .progress import job_progress
+from .records import ImageRecorder, ImageRecords
 from .results import percent, print_evaluation
 from .setup import check_precision, make_accelerator, resolve_device
 from .state import unsharded
 
 if TYPE_CHECKING:
+    from ..report import Section
     from .predictor import Predictor
     from .task import Task
 
 EVALUATION_JSON = "evaluation.json"
 PER_CLASS_CSV = "per_class.csv"
+PREDICTIONS_CSV = "predictions.csv"
+EVALUATION_HTML = "evaluation.html"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,12 +40,16 @@ class Evaluation(ABC):
 
     Attributes:
         images: How many images were evaluated.
+        records: The single images, if the evaluator has a recorder.
     """
 
     # The heading of each metric in the printed table; all are shares.
     headings: ClassVar[dict[str, str]] = {}
+    # How the worst images are chosen, for evaluation.html.
+    worst_caption: ClassVar[str] = ""
 
     images: int
+    records: ImageRecords | None = None
 
     @abstractmethod
     def numbers(self) -> dict[str, float]:
@@ -64,6 +72,10 @@ class Evaluation(ABC):
         """Return further fields of evaluation.json."""
         return {}
 
+    def sections(self) -> list["Section"]:
+        """Return further sections of evaluation.html."""
+        return []
+
     def save_files(self, folder: Path) -> None:  # noqa: B027
         """Write further files into a folder that exists; Task.eval_files names them."""
 
@@ -73,9 +85,11 @@ class Evaluator(ABC):
 
     Attributes:
         device: Where the model is; set by reset().
+        recorder: If it is set, update() adds each image to it.
     """
 
     device: torch.device
+    recorder: ImageRecorder | None = None
 
     @abstractmethod
     def loader(self, process: int, processes: int) -> Iterable[Any]:
@@ -129,23 +143,27 @@ def evaluate_model(
         evaluator: Data and metrics.
         accelerator: The processes; all of them call this, and get the same Evaluation.
         device: Where to compute; None = the accelerator's device.
-        show_progress: Show a progress bar.
+        show_progress: Show progress and time left on stderr.
     """
     device = accelerator.device if device is None else device
     batches = evaluator.loader(accelerator.process_index, accelerator.num_processes)
-    if show_progress:
-        batches = track(batches, "evaluating", console=Console(stderr=True), disable=not accelerator.is_main_process)
     evaluator.reset(device)
     dtype = DTYPES.get(accelerator.mixed_precision)
-    with torch.no_grad(), unsharded(model):
+    is_quiet = not (show_progress and accelerator.is_main_process)
+    bar = job_progress("evaluating", len(batches) if isinstance(batches, Sized) else None, "batches", disable=is_quiet)
+    with bar as advance, torch.no_grad(), unsharded(model):
         for batch in batches:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 evaluator.update(model, batch)
-    return evaluator.compute(accelerator)
+            advance()
+    evaluation = evaluator.compute(accelerator)
+    if evaluator.recorder is not None:
+        evaluation.records = evaluator.recorder.gather()
+    return evaluation
 
 
 def eval_command(task: type["Task"], model: str | None, options: EvalOptions) -> None:
-    """Run `eval`: print tables and write evaluation.json, per_class.csv and the task's further files."""
+    """Run `eval`: print tables and, with an output folder, write the files of `save_evaluation`."""
     run = task.find_run(model, options)
     accelerator = make_accelerator(options.precision)
     require(
@@ -158,7 +176,7 @@ def eval_command(task: type["Task"], model: str | None, options: EvalOptions) ->
     config = options.data.applied_to(None if run is None else run.config.data, default.data)
     data = task.open_eval_data(config, run, options)
     if options.output is not None:
-        names = (EVALUATION_JSON, PER_CLASS_CSV, *task.eval_files(options))
+        names = (EVALUATION_JSON, PER_CLASS_CSV, PREDICTIONS_CSV, EVALUATION_HTML, *task.eval_files(options))
         inputs = [*data.files, *([options.checkpoint] if options.checkpoint else [])]
         check_output_folder(options.output, names, inputs=inputs, image_folders=data.folders)
     with accelerator.main_process_first():
@@ -167,23 +185,43 @@ def eval_command(task: type["Task"], model: str | None, options: EvalOptions) ->
     predictor.check_memory(min(config.batch_size, len(data.source)))
     if options.output is not None:
         make_output_dir(Path(options.output))
+        evaluator.recorder = ImageRecorder()
     evaluation = evaluate_model(predictor.model.to(device), evaluator, accelerator, device=device, show_progress=True)
     if accelerator.is_main_process:
-        print_evaluation(f"{predictor.description(options)}, {data.location}", evaluation)
+        title = f"{predictor.description(options)}, {data.location}"
+        print_evaluation(title, evaluation)
         if options.output is not None:
             facts = {"model": model, "checkpoint": options.checkpoint, "data": data.location}
-            save_evaluation(evaluation, facts | predictor.settings(options), Path(options.output))
+            save_evaluation(evaluation, title, facts | predictor.settings(options), Path(options.output))
             Console(stderr=True).print(f"results are in {options.output}", markup=False, highlight=False)
     accelerator.end_training()
 
 
-def save_evaluation(evaluation: Evaluation, facts: dict[str, Any], folder: Path) -> None:
-    """Write evaluation.json with the facts of what was evaluated, per_class.csv and the task's further files."""
+def save_evaluation(evaluation: Evaluation, title: str, facts: dict[str, Any], folder: Path) -> None:
+    """Write the files of an evaluation.
+
+    These are evaluation.json with the facts of what was evaluated, per_class.csv, the task's further files and, if the
+    single images were recorded, predictions.csv and evaluation.html under a title.
+    """
     numbers, rows = finite(evaluation.numbers()), evaluation.per_class()
     content = {**facts, **numbers, "images": evaluation.images, "per_class": rows, **evaluation.details()}
     atomic_write_bytes(folder / EVALUATION_JSON, json.dumps(content).encode())
-    with atomic_text_writer(folder / PER_CLASS_CSV, newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(folder / PER_CLASS_CSV, list(rows[0]), (row.values() for row in rows))
     evaluation.save_files(folder)
+    if evaluation.records is not None:
+        # Imported here: matplotlib is slow to import, and training draws nothing.
+        from .evaluation_page import write_page
+
+        columns, images = evaluation.records.columns, evaluation.records.rows
+        blank = [""] * len(columns)
+        lines = ([row.file, *(row.values or blank), row.error] for row in images)
+        write_rows(folder / PREDICTIONS_CSV, ["file", *columns, "error"], lines)
+        write_page(evaluation, title, folder / EVALUATION_HTML)
+
+
+def write_rows(path: Path, headings: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write a CSV file."""
+    with atomic_text_writer(path, newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(headings)
+        writer.writerows(rows)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import warnings
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -24,10 +25,11 @@ class RunLock:
     Args:
         folder: The folder of the run; it exists.
         is_run: Whether a run has used the folder before; otherwise, the lock file of another program is not replaced.
+        option: The option that chooses the folder, for messages.
     """
 
-    def __init__(self, folder: Path, is_run: bool = True) -> None:
-        self.file, self.is_run = folder / RUN_LOCK, is_run
+    def __init__(self, folder: Path, is_run: bool = True, option: str = "--run.output") -> None:
+        self.file, self.is_run, self.option = folder / RUN_LOCK, is_run, option
         self.stream: IO[bytes] | None = None
         self.key = (0, 0)
 
@@ -45,20 +47,27 @@ class RunLock:
         if self.key in _HELD:
             raise ValueError(
                 f"{self.file.parent} is in use by another run of this process: wait for its end, or choose another "
-                "--run.output"
+                f"{self.option}"
             )
         stream = self._open()
         former = _read_owner(stream)
         if former is not None and not self.is_run and not {"host", "pid"} <= former.keys():
             stream.close()
             raise ValueError(
-                f"{self.file} is not the lock of a training run and would be replaced: choose another --run.output"
+                f"{self.file} is not the lock of a training run and would be replaced: choose another {self.option}"
             )
         stream.seek(0)
         stream.truncate()
         own = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now().isoformat(timespec="seconds")}
-        stream.write(json.dumps(own).encode())
-        stream.flush()
+        try:
+            stream.write(json.dumps(own).encode())
+            stream.flush()
+        except OSError:
+            # The disk is full.
+            self.file.unlink(missing_ok=True)
+            with suppress(OSError):
+                stream.close()
+            raise
         self.stream = stream
         _HELD.add(self.key)
         if former is not None:
@@ -84,10 +93,10 @@ class RunLock:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     raise ValueError(
                         f"{self.file.parent} is in use by {_describe(owner)}: wait until it has ended, stop it, or "
-                        "choose another --run.output"
+                        f"choose another {self.option}"
                     ) from None
                 raise OSError(
-                    f"{self.file} cannot be locked ({error.strerror}): choose a --run.output on a file system that "
+                    f"{self.file} cannot be locked ({error.strerror}): choose a {self.option} on a file system that "
                     "supports locks"
                 ) from error
             try:

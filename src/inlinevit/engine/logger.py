@@ -1,8 +1,9 @@
-"""Logs of a run: progress bar and lines on the terminal, metrics.jsonl, accelerate's trackers."""
+"""Logs of a run: progress bar and lines on the terminal, train.log, metrics.jsonl, accelerate's trackers."""
 
 import json
 import time
-from datetime import timedelta
+from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class RunLogger:
         self.config, self.accelerator, self.progress, self.total_steps = config, accelerator, progress, total_steps
         self.first_step, self.steps_per_epoch = progress.step, progress.steps_per_epoch
         self.file = Path(config.run.output) / "metrics.jsonl"
+        self.text_file = Path(config.run.output) / "train.log"
         self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.bar = Progress(
             TextColumn("epoch {task.fields[epoch]}" if config.schedule.steps is None else "step"),
@@ -121,7 +123,22 @@ class RunLogger:
             f"evaluation: {evaluation}" if evaluation else "",
             f"left {left}",
         ]
-        self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
+        self.print("  ".join(filter(None, parts)))
+
+    def begin(self, lines: Sequence[str]) -> None:
+        """Print what the run does, at its beginning, and when it is resumed."""
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        self.print(f"{now}  {f'resumed at step {self.first_step}' if self.first_step else 'started'}", shown=False)
+        for line in lines:
+            self.print(line)
+
+    def print(self, line: str, *, shown: bool = True) -> None:
+        """Append a line to train.log, and print it if it is to be shown."""
+        if shown:
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        if self.accelerator.is_main_process:
+            with disk_full_errors(self.text_file), self.text_file.open("a", encoding="utf-8") as stream:
+                stream.write(f"{line}\n")
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, and pass it to the trackers."""

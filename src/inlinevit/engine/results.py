@@ -1,17 +1,20 @@
 """Tables, CSV and JSON: how the results of evaluations and predictions are printed and written."""
 
 import csv
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..data.images import printable
+from ..data.pixels import AnyImage
 from ..utils.atomic import json_items
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ CLASSES_SHOWN = 5
 NAMES_SHOWN = 3
 # Width of a table that is not printed to a terminal.
 FILE_WIDTH = 120
+IMAGES_PER_ROW_GROUP = 10_000
 
 
 def percent(share: float) -> str:
@@ -94,13 +98,13 @@ class Prediction(Generic[Result]):
 
     Attributes:
         file: What the image is called.
-        image: The image, transposed as its EXIF data say and in the model's colour mode; None if it is unreadable.
+        image: The image, transposed as its EXIF data say and with the model's bands; None if it is unreadable.
         result: What the task predicts; None if there is an error.
         error: Why there is no result; None if there is one.
     """
 
     file: str
-    image: Image.Image | None = None
+    image: AnyImage | None = None
     result: Result | None = None
     error: str | None = None
 
@@ -125,27 +129,74 @@ def write_table(predictions: ClassPredictions, stream: TextIO) -> None:
         Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
 
 
+def class_record(prediction: Prediction[list[ClassProbability]]) -> dict[str, Any]:
+    """Return the JSON object of an image; one with an error has it in place of predictions."""
+    if prediction.error is not None:
+        return {"file": prediction.file, "error": prediction.error}
+    classes = [
+        {"class": one.name, "index": one.index, "probability": one.probability} for one in prediction.result or []
+    ]
+    return {"file": prediction.file, "predictions": classes}
+
+
+def from_class_record(record: dict[str, Any]) -> Prediction[list[ClassProbability]]:
+    """Return what class_record was given, without the image."""
+    if "error" in record:
+        return Prediction(record["file"], error=record["error"])
+    classes = [ClassProbability(one["class"], one["index"], one["probability"]) for one in record["predictions"]]
+    return Prediction(record["file"], result=classes)
+
+
 def write_json(predictions: ClassPredictions, stream: TextIO) -> None:
-    """Write a list of objects; those of images with an error have it in place of predictions."""
+    """Write a list of objects; see class_record."""
     with json_items(stream) as write:
         for prediction in predictions:
-            classes = [
-                {"class": one.name, "index": one.index, "probability": one.probability}
-                for one in prediction.result or []
-            ]
-            outcome = {"predictions": classes} if prediction.error is None else {"error": prediction.error}
-            write({"file": prediction.file, **outcome})
+            write(class_record(prediction))
+
+
+def write_jsonl(predictions: ClassPredictions, stream: TextIO) -> None:
+    """Write one object per line; see class_record."""
+    for prediction in predictions:
+        stream.write(json.dumps(class_record(prediction), ensure_ascii=False) + "\n")
+
+
+# The columns of CSV and Parquet files.
+CLASS_COLUMNS = ("file", "rank", "class", "index", "probability", "error")
+
+
+def class_cells(prediction: Prediction[list[ClassProbability]]) -> list[tuple[Any, ...]]:
+    """Return one row for each class of an image, or one for an image without a class, with its error if any."""
+    if not prediction.result:
+        return [(prediction.file, None, None, None, None, prediction.error)]
+    return [
+        (prediction.file, rank, one.name, one.index, one.probability, None)
+        for rank, one in enumerate(prediction.result, start=1)
+    ]
 
 
 def write_csv(predictions: ClassPredictions, stream: TextIO) -> None:
-    """Write one line for each class of each image; images without a class have one line, with their error if any."""
+    """Write the rows of class_cells; None is an empty cell."""
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["file", "rank", "class", "index", "probability", "error"])
+    writer.writerow(CLASS_COLUMNS)
     for prediction in predictions:
-        if not prediction.result:
-            writer.writerow([prediction.file, "", "", "", "", prediction.error or ""])
-        for rank, one in enumerate(prediction.result or [], start=1):
-            writer.writerow([prediction.file, rank, one.name, one.index, one.probability, ""])
+        writer.writerows(class_cells(prediction))
 
 
-CLASS_WRITERS = {"table": write_table, "json": write_json, "csv": write_csv}
+def write_parquet(predictions: ClassPredictions, path: Path) -> None:
+    """Write the rows of class_cells to a Parquet file; None is null."""
+    # Imported here: it comes with an extra, and takes a while.
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = (pa.string(), pa.int32(), pa.string(), pa.int32(), pa.float64(), pa.string())
+    schema = pa.schema(list(zip(CLASS_COLUMNS, types, strict=True)))
+    images = iter(predictions)
+    with pq.ParquetWriter(path, schema) as writer:
+        while some := list(islice(images, IMAGES_PER_ROW_GROUP)):
+            columns = zip(*(row for prediction in some for row in class_cells(prediction)), strict=True)
+            arrays = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+
+
+# Of the formats that are text.
+CLASS_WRITERS = {"table": write_table, "json": write_json, "jsonl": write_jsonl, "csv": write_csv}

@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from ..layers.registry import is_known
 from ..utils.atomic import atomic_write_bytes
 from ..utils.files import read_json, read_yaml
-from ..utils.validation import require
+from ..utils.validation import require, shorten
 from .checkpoints import MANIFEST, CheckpointFolder, find_damage, pack_weights
 from .config import AnyConfig, config_from_dict
 from .lock import RUN_LOCK
@@ -27,7 +28,7 @@ CHECKPOINT_WEIGHTS = ("ema.safetensors", "model.safetensors")
 # Names the task of a run, its command and its further files.
 RUN_TASK = "task.json"
 # What every run writes into its folder, besides its checkpoints.
-RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, RUN_TASK, "results.json", "metrics.jsonl")
+RUN_FILES = (RUN_CONFIG, RUN_WEIGHTS, RUN_TASK, "results.json", "metrics.jsonl", "train.log")
 
 
 def is_run(folder: Path) -> bool:
@@ -108,14 +109,41 @@ def open_run(config_class: type[AnyConfig], folder: str) -> Run[AnyConfig]:
         problem = f"{folder} holds no {RUN_CONFIG}" if path.is_dir() else f"no folder at {folder}"
         raise FileNotFoundError(f"{problem}: name the folder of a {task} run")
     # Without task.json, the configuration decides.
-    stored = _read_task(path)
+    stored = stored_task(path)
     name, command = stored.get("name", task), stored.get("command", "inlinevit")
     require(name == task, f"{folder} holds a {name} run, not a {task} run: use {command} eval or {command} predict")
     try:
-        return Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
+        run = Run(path, config_from_dict(config_class, read_yaml(path / RUN_CONFIG)))
     except (ValueError, TypeError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path / RUN_CONFIG} is not the configuration of a {task} run ({problem}): fix it") from error
+    require_attentions(folder, cast(Any, run.config).run.attention_modules)
+    return run
+
+
+def require_attentions(folder: str, modules: Any) -> None:
+    """Refuse a run with attentions that are not registered, and say which modules to import: none is imported here.
+
+    Args:
+        folder: The folder of the run, for the message.
+        modules: The record of the run, `run.attention_modules` of its configuration.
+    """
+    for name, module in modules.items() if isinstance(modules, dict) else ():
+        if not is_known(str(name)):
+            remedy = f"add --import {shorten(module)}, or import it in Python first, if you trust that module"
+            if module == "__main__":
+                remedy = "register it first, as the script that trained the model did"
+            what = f"attention {shorten(name)!r} of the module {shorten(module)}"
+            raise ValueError(f"{folder} needs {what}, which is not imported: {remedy}")
+
+
+def recorded_attentions(folder: Path) -> Any:
+    """Return the record of a run for require_attentions(); None if there is no run, or its configuration is damaged."""
+    try:
+        config = read_yaml(folder / RUN_CONFIG)
+        return config["run"]["attention_modules"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def task_of(config_class: type) -> str:
@@ -123,7 +151,7 @@ def task_of(config_class: type) -> str:
     return config_class.__name__.removesuffix("Config").lower()
 
 
-def _read_task(folder: Path) -> dict[str, Any]:
+def stored_task(folder: Path) -> dict[str, Any]:
     """Return the content of task.json; empty if the file is missing or damaged."""
     try:
         content = read_json(folder / RUN_TASK)
@@ -134,7 +162,7 @@ def _read_task(folder: Path) -> dict[str, Any]:
 
 def metadata_files(folder: Path) -> list[str]:
     """Return the names of the task's files in the folder of a run."""
-    names = _read_task(folder).get("files")
+    names = stored_task(folder).get("files")
     return [str(name) for name in names] if isinstance(names, list) else []
 
 

@@ -80,6 +80,10 @@ class Task(ABC):
         """Return what to store in the run folder, by the names of JSON files: {"classes.json": […]}."""
         return {}
 
+    def describe(self) -> str:
+        """Return the model with its initial weights and the numbers of images in one line, for the log; "" = none."""
+        return ""
+
     def check_run_output(self, inputs: Iterable[str | Path]) -> None:
         """Refuse a run folder in which the run would replace files that it reads, such as weights to start from."""
         check_run_output(self.config.run.output, inputs, self.metadata())

@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from accelerate.utils import broadcast, send_to_device
 from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
+from ..layers.registry import modules_of_attentions
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
 from .checkpoints import Progress, read_manifest
@@ -21,6 +23,8 @@ from .logger import RunLogger
 from .monitor import StepMonitor, StepValues
 from .nan_dump import write_nan_dump
 from .run_folder import RunFolder
+from .runs import recorded_attentions, require_attentions
+from .settings import describe_settings
 from .setup import (
     build_on_meta,
     convert_batch_norms,
@@ -49,6 +53,7 @@ class Trainer:
         run = config.run
         self.accelerator = make_train_accelerator(run)
         model: Any = run_local_main_first(self.accelerator, self.build_model)
+        run.attention_modules = modules_of_attentions(model)
         self.folder = RunFolder(config, self.accelerator, task.command, task.metadata())
         if run.sync_batch_norm:
             model = convert_batch_norms(model, self.accelerator)
@@ -98,9 +103,15 @@ class Trainer:
     def build_model(self) -> nn.Module:
         """Build the model; if it is to be sharded, only the main process has its weights."""
         set_seed(derive_seed(self.config.run.seed))
-        if self.config.run.fsdp and not self.accelerator.is_main_process:
-            return build_on_meta(self.task.build_model)
-        return self.task.build_model()
+        try:
+            if self.config.run.fsdp and not self.accelerator.is_main_process:
+                return build_on_meta(self.task.build_model)
+            return self.task.build_model()
+        except ValueError:
+            # The run that is resumed knows the modules of its attentions.
+            require_attentions(self.config.run.output, recorded_attentions(Path(self.config.run.output)))
+            require_attentions("the configuration", self.config.run.attention_modules)
+            raise
 
     def check_progress(self) -> None:
         """Refuse a checkpoint of another training run."""
@@ -137,6 +148,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         batches: Iterator[Any] = iter(())
         with RunLogger(self.config, self.accelerator, self.progress, self.total_steps) as log, self.stop:
+            log.begin(self.describe())
             first = self.progress.step
             if first > 0 and self.evaluation_is_due():
                 # The run ended before or during this evaluation.
@@ -167,6 +179,13 @@ class Trainer:
                     log.line(step + 1, {})
         self.folder.write_results(self.progress, self.model if self.ema is None else self.ema.module)
         return self.progress.metrics
+
+    def describe(self) -> list[str]:
+        """Return the model, the data and the settings that have an effect, in a few lines."""
+        rates = [group.get("lr_scale", 1.0) for group in self.optimizer.param_groups]
+        device = self.accelerator.device.type
+        settings = describe_settings(self.config, self.plan, self.steps_per_epoch, self.total_steps, device, rates)
+        return [*filter(None, [self.task.describe()]), *settings]
 
     def evaluation_is_due(self) -> bool:
         """Whether to evaluate now: every so many epochs or steps, and at the end, unless that was done."""

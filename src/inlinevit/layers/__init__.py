@@ -1,5 +1,6 @@
 """Modules with parameters: attention, local residual, window layouts, patch embedding, block."""
 
+from .adapter import AttentionAdapter, PatchGrid
 from .angular_attention import AngularAttention
 from .base_attention import BaseAttention
 from .block import Block
@@ -9,25 +10,15 @@ from .enhanced_attention import EnhancedAttention
 from .focused_attention import FocusedAttention
 from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention, LocalResidual
-from .layouts import CrossStripes, SquareWindows, WholeMap
+from .layouts import CrossStripes, SquareWindows, WholeMap, Windows, padding_mask, take_head_group
 from .linear_attention import LinearAttention
+from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
-
-# The names of attention in the arguments of models.
-ATTENTIONS: dict[str, type[BaseAttention]] = {
-    "inline": InLineAttention,
-    "softmax": SoftmaxAttention,
-    "linear": LinearAttention,
-    "hydra": HydraAttention,
-    "efficient": EfficientAttention,
-    "angular": AngularAttention,
-    "enhanced": EnhancedAttention,
-    "focused": FocusedAttention,
-}
 
 __all__ = [
     "ATTENTIONS",
     "AngularAttention",
+    "AttentionAdapter",
     "BaseAttention",
     "Block",
     "ConvEmbed",
@@ -39,9 +30,16 @@ __all__ = [
     "InLineAttention",
     "LinearAttention",
     "LocalResidual",
+    "PatchGrid",
     "PatchMerging",
     "ResamplePosEmbed",
     "SoftmaxAttention",
     "SquareWindows",
     "WholeMap",
+    "Windows",
+    "find_attention",
+    "list_attentions",
+    "padding_mask",
+    "register_attention",
+    "take_head_group",
 ]

@@ -26,6 +26,8 @@ class AngularAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    row_wise = True
+
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         factory: dict[str, Any] = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}

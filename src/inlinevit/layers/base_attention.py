@@ -40,8 +40,9 @@ class HeadGroup(NamedTuple):
 class BaseAttention(nn.Module):
     """Multi-head attention over tokens on a grid: project, partition, attend, reverse, project.
 
-    A kind of attention is a subclass with `attend` and its explicit form `attention_weights`. It may also add a
-    depthwise convolution of the values (`local_kernels`, `static_kernels`).
+    A kind of attention is a subclass with `attend` and, if there is one, its explicit form `attention_weights`. It may
+    also add a depthwise convolution of the values (`local_kernels`, `static_kernels`). docs/attentions.md describes how
+    to write one.
 
     Args:
         dim: Channels.
@@ -61,6 +62,13 @@ class BaseAttention(nn.Module):
     learns_grid: ClassVar[bool] = False
     # Names of parameters with several dimensions that have no weight decay.
     no_weight_decay_names: ClassVar[tuple[str, ...]] = ()
+    # Whether it takes windows, prefix tokens, and `lepe`; what it does not take is refused.
+    supports_windows: ClassVar[bool] = True
+    supports_prefix_tokens: ClassVar[bool] = True
+    supports_lepe: ClassVar[bool] = True
+    # Whether `attend` gives the same rows for the first queries alone as for all of them: optimize_for_inference then
+    # computes the class token alone in the last block.
+    row_wise: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -87,6 +95,13 @@ class BaseAttention(nn.Module):
         self.layout = WholeMap() if layout is None else layout
         if num_heads % self.layout.num_head_groups != 0:
             raise ValueError(f"{type(layout).__name__} divides the heads in two: num_heads={num_heads} must be even")
+        kind = type(self).__name__
+        if not self.supports_windows and not isinstance(self.layout, WholeMap):
+            raise ValueError(f"{kind} attends to the whole map: leave out windows (window_size)")
+        if not self.supports_prefix_tokens and num_prefix_tokens:
+            raise ValueError(f"{kind} has no place for prefix tokens: use class_token=False and global_pool='avg'")
+        if not self.supports_lepe and lepe:
+            raise ValueError(f"{kind} does not add lepe, as models of the CSWin family need it: use another family")
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
         self.lepe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype) if lepe else None
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
@@ -162,6 +177,9 @@ class BaseAttention(nn.Module):
 
         Returns:
             (batch · windows, heads, queries, tokens).
+
+        Raises:
+            NotImplementedError: This attention has no such form.
         """
         raise NotImplementedError
 
@@ -201,6 +219,8 @@ class BaseAttention(nn.Module):
                 f"{x.shape[1]} tokens do not match feat_size={feat_size}: expected {expected} prefix tokens, "
                 f"then {height * width} tokens of the map"
             )
+        if prefix > 0 and not self.supports_prefix_tokens:
+            raise ValueError(f"{type(self).__name__} has no place for prefix tokens, but got {prefix}: leave them out")
         if context is not None and context.shape != x.shape:
             raise ValueError(f"context must have the shape of the tokens, {x.shape}, but it is {context.shape}")
 

@@ -18,6 +18,8 @@ class EfficientAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    row_wise = True
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """See BaseAttention.attend."""
         return ops.efficient_attention(q, k, v, mask=padding_mask(k, windows))

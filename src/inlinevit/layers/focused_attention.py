@@ -24,6 +24,7 @@ class FocusedAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    row_wise = True
     learns_grid = True
     no_weight_decay_names = ("pos_embed", "spread")
 

@@ -20,6 +20,8 @@ class HydraAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    row_wise = True
+
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, dim, **kwargs)
 

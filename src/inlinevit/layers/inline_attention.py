@@ -40,6 +40,7 @@ class InLineAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    row_wise = True
     attn_kwargs_names = ("feature_map", "local_residual", "path")
 
     def __init__(

@@ -22,6 +22,7 @@ class LinearAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    row_wise = True
     attn_kwargs_names: ClassVar[tuple[str, ...]] = ("feature_map",)
 
     def __init__(self, dim: int, num_heads: int, *, feature_map: str = "relu", **kwargs: Any) -> None:

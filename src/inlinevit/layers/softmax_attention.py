@@ -30,6 +30,7 @@ class SoftmaxAttention(BaseAttention):
         **kwargs: Arguments of BaseAttention.
     """
 
+    row_wise = True
     attn_kwargs_names = ("unit_queries",)
     no_weight_decay_names = ("relative_position_bias_table",)
 

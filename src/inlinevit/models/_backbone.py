@@ -1,6 +1,5 @@
 """The base class of all four families: stages of blocks, a norm and a head, with the interface of timm's models."""
 
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,7 +15,8 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..layers import ATTENTIONS, BaseAttention, Block, ResamplePosEmbed, SquareWindows, WholeMap
+from ..layers import BaseAttention, Block, CrossStripes, ResamplePosEmbed, SquareWindows, WholeMap
+from ..layers.registry import constructor_types, find_attention
 from ..utils.validation import check_value
 from ._arguments import MOST_CHANNELS, check_arguments, checked
 from ._checkpoint import load_checkpoint
@@ -28,6 +28,7 @@ LOCAL_RESIDUAL_NAMES = (
 )
 
 
+Layout = WholeMap | SquareWindows | CrossStripes
 # The attention of a stage: one name for all blocks, or names for the first blocks, the last of which is repeated.
 StageAttention = str | Sequence[str]
 
@@ -50,8 +51,7 @@ def attention_by_stage(attention: str | Sequence[StageAttention], depths: Sequen
     for names, depth in zip(stages, depths, strict=True):
         first = [names] if isinstance(names, str) else list(names)
         for name in first:
-            if name not in ATTENTIONS:
-                raise ValueError(f"unknown attention {name!r}: choose one of {', '.join(sorted(ATTENTIONS))}")
+            find_attention(name)
         if depth < 1:
             raise ValueError(f"every stage needs at least one block, but the depths are {tuple(depths)}")
         if not 1 <= len(first) <= depth:
@@ -228,7 +228,7 @@ class Backbone(nn.Module):
         drop_paths = cast(list[list[float]], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True))
 
         def make_block(stage: int, block: int) -> Block:
-            kind = ATTENTIONS[names[stage][block]]
+            kind = find_attention(names[stage][block])
             options = {
                 "qkv_bias": qkv_bias,
                 "proj_drop": proj_drop_rate,
@@ -476,12 +476,12 @@ def check_dims(dims: Sequence[int]) -> None:
 
 def check_attn_kwargs(attn_kwargs: Mapping[str, Any], attentions: Iterable[str]) -> None:
     """Raise ValueError for arguments that none of the named attentions has, and for values of the wrong type."""
-    kinds = {ATTENTIONS[name] for name in attentions}
+    kinds = {find_attention(name) for name in attentions}
     known = {argument for kind in kinds for argument in kind.attn_kwargs_names}
     for argument, value in attn_kwargs.items():
         for kind in kinds:
             if argument in kind.attn_kwargs_names:
-                check_value(f"{argument} in attn_kwargs", value, typing.get_type_hints(kind.__init__)[argument])
+                check_value(f"{argument} in attn_kwargs", value, constructor_types(kind)[argument])
         if argument not in known:
             named = " and ".join(sorted(set(attentions)))
             choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out"
@@ -493,6 +493,14 @@ def check_stages(depths: Sequence[int], **by_stage: Sequence[Any] | None) -> Non
     for name, entries in by_stage.items():
         if entries is not None and len(entries) != len(depths):
             raise ValueError(f"{name} must have an entry for each of the {len(depths)} stages, but it is {entries}")
+
+
+def grid_options(kind: type[BaseAttention], layout: Layout, feat_size: tuple[int, int]) -> dict[str, Any]:
+    """Return `grid` for an attention that learns positions: (H, W) of its windows or, with stripes, of the map."""
+    if not kind.learns_grid:
+        return {}
+    windows = layout(feat_size)
+    return {"grid": (windows[0].height, windows[0].width) if len(windows) == 1 else feat_size}
 
 
 def square_windows(window_size: int | None, block: int) -> WholeMap | SquareWindows:

@@ -145,8 +145,9 @@ def adapt_state_dict(state_dict: dict[str, Tensor], model: Any) -> dict[str, Ten
             # Reported with those of other shapes.
             pass
         elif name.endswith("pos_embed"):
-            resample = model.get_submodule(name.rpartition(".")[0]).resample_pos_embed
-            value = _fit_positions(value, own[name], resample, square=published)
+            resample = getattr(model.get_submodule(name.rpartition(".")[0]), "resample_pos_embed", None)
+            if isinstance(resample, ResamplePosEmbed):
+                value = _fit_positions(value, own[name], resample, square=published)
         elif name.endswith("relative_position_bias_table"):
             value = _fit_relative_positions(value, own[name])
         adapted[name] = value

@@ -3,10 +3,11 @@
 from typing import Any, TypeVar
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg
+from timm.models import build_model_with_cfg, resolve_pretrained_cfg
 
 from ._backbone import Backbone
 from ._checkpoint import adapt_state_dict
+from ._pretrained import downloading
 
 BackboneT = TypeVar("BackboneT", bound=Backbone)
 
@@ -52,12 +53,18 @@ def create(
         pretrained: Whether to load the published weights.
         defaults: Arguments that define the variant.
         given: Arguments of the user, which take precedence.
+
+    Raises:
+        PretrainedWeightsError: The weights cannot be downloaded.
     """
-    return build_model_with_cfg(
-        model_class,
-        variant,
-        pretrained,
-        pretrained_filter_fn=adapt_state_dict,
-        feature_cfg={"feature_cls": "getter", "out_indices": model_class.default_out_indices},
-        **{**defaults, **given},
-    )
+    overlay, cache_dir = given.get("pretrained_cfg_overlay"), given.get("cache_dir")
+    cfg = resolve_pretrained_cfg(variant, given.get("pretrained_cfg"), dict(overlay or {})) if pretrained else None
+    with downloading(variant, cfg, "load a local file with inlinevit.load_checkpoint(model, FILE)", cache_dir):
+        return build_model_with_cfg(
+            model_class,
+            variant,
+            pretrained,
+            pretrained_filter_fn=adapt_state_dict,
+            feature_cfg={"feature_cls": "getter", "out_indices": model_class.default_out_indices},
+            **{**defaults, **given},
+        )

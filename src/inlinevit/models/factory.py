@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..utils.files import parse_yaml
 from ..utils.memory import require_memory_for_images, require_memory_for_model
 from ..utils.validation import did_you_mean, require, shorten
+from ._pretrained import downloading
 from ._weight_files import FLOATS, classes_of_head, describe, one_line, require_floats
 
 # Arguments of timm.create_model that are not those of a model: the commands set them.
@@ -154,22 +155,23 @@ def _listed(given: dict[str, Any]) -> str:
     return ", ".join(f"{option} {shorten(value)}" for option, value in given.items())
 
 
-def create_published(name: str, create: Callable[[], nn.Module]) -> nn.Module:
+def create_published(name: str, create: Callable[[], nn.Module], option: str) -> nn.Module:
     """Create a model with its published weights.
 
     Args:
         name: The name that timm knows.
         create: Creates it and downloads the weights.
+        option: What names a local file of weights instead, for messages.
+
+    Raises:
+        PretrainedWeightsError: They cannot be downloaded.
+        ValueError: There are none.
     """
     try:
-        return create()
-    except OSError as error:
-        raise OSError(
-            f"the published weights of {name} cannot be fetched ({' '.join(str(error).split())[:200]}): check "
-            "the connection, or name a file that holds them as checkpoint"
-        ) from error
+        with downloading(name, get_pretrained_cfg(name), f"name a local file with {option}"):
+            return create()
     except RuntimeError as error:
-        raise ValueError(f"{name} has no published weights ({error}): name a file as checkpoint") from error
+        raise ValueError(f"{name} has no published weights ({error}): name a local file with {option}") from error
 
 
 def create_from_weights(

@@ -29,7 +29,7 @@ def optimize_for_inference(model: nn.Module, *, compile: bool = True) -> nn.Modu
 
     Args:
         model: A model with blocks of inlinevit, such as `timm.create_model("inline_deit_tiny")`, with or without
-            `features_only`.
+            `features_only`; or another one after `replace_attention`, which is compiled as a whole for small inputs.
         compile: Whether to compile. Without compilation, the first call is as fast as the others.
 
     Returns:
@@ -37,8 +37,8 @@ def optimize_for_inference(model: nn.Module, *, compile: bool = True) -> nn.Modu
     """
     model = deepcopy(model).eval().requires_grad_(False)
     modules = list(model.modules())
-    if not any(isinstance(module, Block) for module in modules):
-        raise ValueError(f"{type(model).__name__} has no block of inlinevit: there is nothing to optimize")
+    if not any(isinstance(module, Block | BaseAttention) for module in modules):
+        raise ValueError(f"{type(model).__name__} has no block or attention of inlinevit: there is nothing to optimize")
     CompiledForward.remove(model)
     for module in modules:
         # Only exactly these classes: a subclass may have a forward of its own.
@@ -86,7 +86,7 @@ class InferenceBlock(Block):
             return super().forward(x, feat_size)
         prefix = x.shape[1] - feat_size[0] * feat_size[1]
         # Hooks of attention get all tokens.
-        if has_hooks(self.attn) or not isinstance(self.attn, BaseAttention):
+        if has_hooks(self.attn) or not isinstance(self.attn, BaseAttention) or not self.attn.row_wise:
             return super().forward(x, feat_size)[:, :prefix]
         x = x[:, :prefix] + self.call_branch(attend_prefix, x, feat_size)
         return x + self.mlp_branch(x, (0, 0))

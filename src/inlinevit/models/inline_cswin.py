@@ -9,7 +9,7 @@ from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, CrossStripes, SoftmaxAttention, WholeMap
 from ._arguments import checked
-from ._backbone import Backbone, check_stages, grid_of
+from ._backbone import Backbone, check_stages, grid_of, grid_options
 from ._registry import create, default_cfg
 
 __all__ = ["InLineCSWin"]
@@ -77,6 +77,7 @@ class InLineCSWin(Backbone):
             if issubclass(kind, SoftmaxAttention):
                 width = stripes[stage] if stage < len(depths) - 1 else None
             layout = WholeMap() if width is None else CrossStripes(width)
+            options |= grid_options(kind, layout, grid_of(img_size, reductions[stage]))
             return kind(dims[stage], num_heads[stage], layout=layout, lepe=True, **options)
 
         super().__init__(dims, depths, [mlp_ratio] * len(depths), reductions, make_embed, make_attention, **kwargs)

@@ -12,6 +12,7 @@ from ._backbone import (
     Backbone,
     StageAttention,
     grid_of,
+    grid_options,
     square_windows,
     tokens_to_map,
 )
@@ -74,10 +75,8 @@ class InLineDeiT(Backbone):
             return ConvEmbed(in_dim, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory)
 
         def make_attention(kind: type[BaseAttention], stage: int, block: int, options: dict[str, Any]) -> BaseAttention:
-            if kind.learns_grid:
-                options = {**options, "grid": grid}
             layout = square_windows(None if issubclass(kind, SoftmaxAttention) else window_size, block)
-            return kind(embed_dim, num_heads, layout=layout, **options)
+            return kind(embed_dim, num_heads, layout=layout, **grid_options(kind, layout, grid), **options)
 
         pos_embed = ResamplePosEmbed(grid, num_prefix_tokens=1 if class_token else 0)
         super().__init__(

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, ResamplePosEmbed, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, square_windows
+from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, grid_options, square_windows
 from ._registry import create, default_cfg
 
 __all__ = ["InLinePVT"]
@@ -85,6 +85,7 @@ class InLinePVT(Backbone):
                 )
             # A class token is in no window: its stage attends to the whole map.
             layout = square_windows(None if prefixes[stage] else window_size, block)
+            options |= grid_options(kind, layout, grid_of(img_size, reductions[stage]))
             return kind(embed_dims[stage], num_heads[stage], layout=layout, **options)
 
         pos_embeds = [

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, PatchMerging, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, square_windows
+from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, grid_options, square_windows
 from ._registry import create, default_cfg
 
 __all__ = ["InLineSwin"]
@@ -67,6 +67,7 @@ class InLineSwin(Backbone):
                 layout = square_windows(softmax_window, block)
             else:
                 layout = square_windows(window_size, block)
+                options |= grid_options(kind, layout, grid_of(img_size, reductions[stage]))
             return kind(dims[stage], num_heads[stage], layout=layout, **options)
 
         super().__init__(dims, depths, [mlp_ratio] * len(depths), reductions, make_embed, make_attention, **kwargs)

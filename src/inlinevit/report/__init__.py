@@ -4,9 +4,19 @@ A report is a list of sections, and a section is a list of blocks. A new kind of
 its own template.
 """
 
-from .blocks import Block, ImageGrid, Picture, Table, Text, Tile
+from .blocks import Block, Case, CaseList, ImageGrid, Picture, Table, Text, Tile
 from .document import Report, Section, environment
-from .plots import Interval, Line, Panel, dots_figure, intervals_figure, lines_figure, log_axis, spread_figure
+from .plots import (
+    Interval,
+    Line,
+    Panel,
+    dots_figure,
+    intervals_figure,
+    lines_figure,
+    log_axis,
+    reliability_figure,
+    spread_figure,
+)
 from .style import STYLES, WIDTH, Style, add_legend, plot_style, save_figure, styles_of, svg_bytes
 from .tables import markdown_table, replace_between, rich_table, wide_console
 
@@ -14,6 +24,8 @@ __all__ = [
     "STYLES",
     "WIDTH",
     "Block",
+    "Case",
+    "CaseList",
     "ImageGrid",
     "Interval",
     "Line",
@@ -33,6 +45,7 @@ __all__ = [
     "log_axis",
     "markdown_table",
     "plot_style",
+    "reliability_figure",
     "replace_between",
     "rich_table",
     "save_figure",

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -29,7 +29,12 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-TEMPLATES.filters["data_uri"] = data_uri
+def image_uri(content: bytes) -> str:
+    """Return a PNG or JPEG file as a data URI."""
+    return data_uri(content, "image/png" if content.startswith(b"\x89PNG") else "image/jpeg")
+
+
+TEMPLATES.filters |= {"data_uri": data_uri, "image_uri": image_uri}
 
 
 class Block:
@@ -147,3 +152,45 @@ class ImageGrid(Block):
 
     tiles: Sequence[Tile]
     caption: str
+
+
+@dataclass
+class Case:
+    """An image that is shown with others of it side by side, such as truth and prediction, and lines below them.
+
+    Attributes:
+        pictures: PNG or JPEG files by what they show; one without a name has no caption.
+        lines: The first is highlighted.
+    """
+
+    pictures: Mapping[str, bytes]
+    lines: Sequence[str] = ()
+
+
+@dataclass
+class CaseList(Block):
+    """Images that are to be looked at one by one, with a caption above them."""
+
+    template = """
+<figure class="cases{% if block.is_wide %} wide{% endif %}"><figcaption>{{ block.caption }}</figcaption>
+<ol>
+{% for case in block.cases %}
+<li><div>
+{% for name, content in case.pictures.items() %}
+<figure>{% if name %}<figcaption>{{ name }}</figcaption>{% endif %}
+
+<img src="{{ content | image_uri }}" alt="{{ name or 'image' }}, {{ case.lines | join(', ') }}"></figure>
+{% endfor %}
+</div>
+{% for line in case.lines %}<span>{{ line }}</span>{% endfor %}</li>
+{% endfor %}
+</ol></figure>
+"""
+
+    cases: Sequence[Case]
+    caption: str
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether cases have several pictures each."""
+        return any(len(case.pictures) > 1 for case in self.cases)

@@ -55,11 +55,16 @@ class Report:
         facts = environment()
         content = {"title": self.title, **facts, "sections": {section.key: section.data for section in self.sections}}
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-        page = TEMPLATES.get_template("page.html.jinja").render(report=self, facts=facts)
         path = Path(folder) / f"{name}.html"
         atomic_write_bytes(path.with_name(f"{name}.json"), text.encode())
-        atomic_write_bytes(path, page.encode())
+        self.write_page(path, facts)
         return path
+
+    def write_page(self, path: Path, facts: dict[str, Any] | None = None) -> None:
+        """Write the page alone; `facts` is environment(), if it is known."""
+        page = TEMPLATES.get_template("page.html.jinja").render(report=self, facts=facts or environment())
+        # Names of files and classes may have letters that UTF-8 cannot encode.
+        atomic_write_bytes(path, page.encode(errors="backslashreplace"))
 
     def save_figures(self, folder: str | Path) -> None:
         """Write each figure as KEY.png and KEY.svg, numbered where a section has several."""

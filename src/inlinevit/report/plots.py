@@ -9,7 +9,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
-from .style import STYLES, WIDTH, Style, add_legend, plot_style
+from .style import OTHER_COLOR, STYLES, WIDTH, Style, add_legend, plot_style
 
 # Lines with more points than this have no markers.
 MAX_MARKED = 15
@@ -175,4 +175,29 @@ def intervals_figure(rows: Sequence[Interval], label: str) -> Figure:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(label)
     axes.margins(x=0.06)
+    return figure
+
+
+@plot_style
+def reliability_figure(bins: Sequence[Sequence[float]], outcome: str) -> Figure:
+    """Plot how often predictions come true against their probability, and below it how many there are.
+
+    Args:
+        bins: For each of some equal ranges of probabilities from 0 to 1: the number of predictions, the sum of their
+            probabilities, and how many came true.
+        outcome: What it is if the prediction comes true, such as "right".
+    """
+    figure = Figure(figsize=(0.55 * WIDTH, 0.6 * WIDTH))
+    curve, histogram = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    width = 1 / len(bins)
+    look = {"width": 0.92 * width, "color": STYLES["softmax"].color}
+    points = [(total / count, true / count) for count, total, true in bins if count]
+    bars = [((place + 0.5) * width, true / count) for place, (count, _, true) in enumerate(bins) if count]
+    curve.plot([0, 1], [0, 1], color=OTHER_COLOR, linestyle="--", label="perfectly calibrated")
+    curve.bar(*zip(*bars, strict=True), alpha=0.3, **look)
+    curve.plot(*zip(*points, strict=True), color=look["color"], marker="o", label="model")
+    curve.set(ylabel=f"share that is {outcome}", xlim=(0, 1), ylim=(0, 1))
+    curve.legend(loc="upper left")
+    histogram.bar([(place + 0.5) * width for place in range(len(bins))], [count for count, _, _ in bins], **look)
+    histogram.set(xlabel="predicted probability", ylabel="count")
     return figure

@@ -132,7 +132,7 @@ def legend_columns(names: Sequence[str], width: float) -> int:
 def svg_bytes(figure: Figure) -> bytes:
     """Return a figure as SVG. Equal figures give equal bytes: element ids have a fixed salt, and there is no date."""
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "inlinevit"}):
+    with matplotlib.rc_context({"svg.hashsalt": "inlinevit", "text.usetex": False}):
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     return buffer.getvalue()
 

@@ -9,6 +9,7 @@ from timm.layers import Format, nhwc_to
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
+from ..engine.config import PixelConfig
 from ..engine.runs import Run
 from ..models import load_checkpoint
 from ..models._weight_files import read_state_dict, require_finite
@@ -24,12 +25,14 @@ from ..models.factory import (
 )
 from ..utils.validation import require
 from .backbone_config import BackboneConfig
+from .pixels import MeanStd, mean_std_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 # Arguments of backbones that are fields of BackboneConfig, or that the task decides.
 CONFIG_FIELDS = {
     "drop_path_rate": "drop_path_rate",
+    "in_chans": "in_chans",
     "pretrained": "pretrained",
     "checkpoint_path": "checkpoint",
     "num_classes": "num_classes",
@@ -56,7 +59,7 @@ def build_on_backbone(
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        OSError: The published weights cannot be downloaded.
+        PretrainedWeightsError: The published weights cannot be downloaded.
         ValueError: There is no such backbone or option, it has other strides, or the checkpoint is of another model.
     """
     check_model_name(config.backbone)
@@ -96,15 +99,16 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
     def create(**more: Any) -> Any:
         return create_model(
             config.backbone,
-            {"features_only": True, **more},
+            {"features_only": True, "in_chans": config.in_chans, **more},
             # By default, timm's Swin takes images of one size only.
             optional={"drop_path_rate": config.drop_path_rate or None, "strict_img_size": False},
             options=config.kwargs,
             config_fields=CONFIG_FIELDS,
         )
 
-    if config.pretrained:
-        body = create_published(config.backbone, lambda: create(pretrained=True))
+    if config.pretrained and config.checkpoint is None:
+        option = "--model.checkpoint FILE, or checkpoint=FILE in Python"
+        body = create_published(config.backbone, lambda: create(pretrained=True), option)
     elif weights is None or config.checkpoint is None:
         body = create()
     elif is_ours(config.backbone):
@@ -122,7 +126,7 @@ def build_backbone(config: BackboneConfig, weights: dict[str, Tensor] | None = N
     if not is_ours(config.backbone):
         # Some of timm's want sizes that their windows divide.
         problem, remedy = "does not take images of any size", "choose another backbone, such as inline_pvt_tiny"
-        check_input_size(body, (3, *PROBE_SIZE), f"{config.backbone} {problem}", remedy)
+        check_input_size(body, (config.in_chans, *PROBE_SIZE), f"{config.backbone} {problem}", remedy)
     return body
 
 
@@ -164,8 +168,24 @@ def undecayed_weights(body: nn.Module) -> set[str]:
     return set()
 
 
-def mean_and_std(backbone: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation that a backbone's images are normalised by, per channel."""
-    made_for = get_pretrained_cfg(backbone)
-    spec = resolve_data_config(pretrained_cfg=made_for.to_dict() if made_for else {})
-    return tuple(spec["mean"]), tuple(spec["std"])
+def mean_and_std(config: BackboneConfig, data: PixelConfig | None = None) -> MeanStd:
+    """Return the mean and the standard deviation that a backbone's images are normalised by, per channel.
+
+    Args:
+        config: The backbone.
+        data: The data config of the run, which may have others than the backbone was made for.
+    """
+
+    def made_for() -> MeanStd:
+        published = get_pretrained_cfg(config.backbone)
+        spec = resolve_data_config(pretrained_cfg=published.to_dict() if published else {})
+        return tuple(spec["mean"]), tuple(spec["std"])
+
+    return mean_std_of(data, config.in_chans, made_for)
+
+
+def padding_color(config: BackboneConfig, data: PixelConfig) -> list[int]:
+    """Return the colour of padding, in bytes: the mean, which is 0 after normalisation."""
+    if config.in_chans == 3 and data.mean is None:
+        return MEAN_COLOR
+    return [round(255 * mean) for mean in mean_and_std(config, data)[0]]

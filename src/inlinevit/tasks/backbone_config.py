@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..engine.config import MOST_IMAGES, MOST_WORKERS, DataOptions, TrainConfig
+from ..engine.config import BANDS, MOST_IMAGES, MOST_WORKERS, DataOptions, PixelConfig, TrainConfig
 from ..utils.validation import Range, check_fields, require
 
 
 @dataclass
-class SplitDataConfig:
+class SplitConfig:
     """Data of dense tasks, which come in splits and are evaluated one image at a time; a task adds defaults."""
 
     path: str
@@ -26,6 +26,11 @@ class SplitDataConfig:
     workers: int = 2
     """Processes that read images, for each training process; 0 = the training process itself."""
 
+
+@dataclass
+class SplitDataConfig(PixelConfig, SplitConfig):
+    """Data of dense tasks, and what the values of their images mean."""
+
     def __post_init__(self) -> None:
         images = Range(1, MOST_IMAGES)
         check_fields(
@@ -36,6 +41,7 @@ class SplitDataConfig:
             batch_size=images,
             workers=Range(0, MOST_WORKERS),
         )
+        self.check_pixels()
 
 
 @dataclass
@@ -57,26 +63,27 @@ class SplitDataOptions(DataOptions):
 class BackboneConfig:
     """A backbone and its initial weights."""
 
-    ranges: ClassVar[dict[str, Range]] = {"drop_path_rate": Range(0, 1, below_most=True)}
+    ranges: ClassVar[dict[str, Range]] = {
+        "drop_path_rate": Range(0, 1, below_most=True),
+        "in_chans": Range(1, BANDS.most + 1),
+    }
 
     backbone: str = "inline_pvt_tiny"
     """Any model of this library or of timm with features at strides 4, 8, 16 and 32."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the backbone, such as attention: softmax."""
     pretrained: bool = False
-    """Start from the published weights of the backbone."""
+    """Start from the published weights of the backbone, or from those of checkpoint if it is given."""
     checkpoint: str | None = None
     """Start from the weights in a file, of the backbone or of a whole model; their classes may differ."""
     drop_path_rate: float = 0.1
     """Share of the backbone's residual branches that are left out in training, in the last block; it rises linearly
     up to there."""
+    in_chans: int = 3
+    """Channels of the images: 3 for colour, 1 for grey, or any other number of bands; see data.bands."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model", **self.ranges)
-        require(
-            not self.pretrained or self.checkpoint is None,
-            "model.pretrained and model.checkpoint both name initial weights: choose one of them",
-        )
 
 
 def refuse_layer_decay(config: TrainConfig) -> None:

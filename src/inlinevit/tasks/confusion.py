@@ -10,12 +10,16 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..report import Block, Picture, Section, Table, Text
 from ..utils.atomic import atomic_write_bytes
 
 # Up to so many classes, each has its name at the matrix; up to fewer, each cell its number.
 MOST_NAMED = 50
 MOST_NUMBERED = 20
 PAIRS_SHOWN = 20
+# Of more classes, a page shows only those of the most frequent mistakes, so many of them.
+MOST_ON_PAGE = 30
+CONFUSED_ON_PAGE = 20
 LONGEST_NAME = 28
 # One hue, from light to dark: the same to colour-blind eyes.
 COLORS = "Blues"
@@ -35,11 +39,41 @@ def most_confused(confusion: Tensor, count: int) -> list[tuple[int, int, int]]:
     return [(*divmod(place, classes), int(mistakes[place])) for place in order if mistakes[place] > 0]
 
 
-# The names of classes come from data, and LaTeX would interpret them: matplotlib must not start it, whatever a
-# matplotlibrc in the current folder says.
-@matplotlib.rc_context({"text.usetex": False})
+def confusion_section(confusion: Tensor, classes: Sequence[str], *, unit: str = "images") -> Section:
+    """Return the section of evaluation.html: the matrix, of many classes only the most confused, and the mistakes."""
+    pairs = most_confused(confusion, PAIRS_SHOWN)
+    if not pairs:
+        return Section("confusion", "Confusion", [Text("No class was taken for another one.")])
+    shown, caption = list(range(len(classes))), "Each row is a true class, and adds up to 100 %."
+    if len(classes) > MOST_ON_PAGE:
+        shown = confused_classes(confusion, CONFUSED_ON_PAGE)
+        caption = (
+            f"The {len(shown)} of {len(classes):,} classes with the most frequent mistakes, in % of the true class."
+        )
+    figure = confusion_figure(confusion, classes, unit=unit, shown=shown)
+    totals = confusion.sum(dim=1).tolist()
+    rows = [
+        [classes[true], classes[guess], f"{count:,}", f"{100 * count / totals[true]:.1f}"]
+        for true, guess, count in pairs
+    ]
+    blocks: list[Block] = [
+        Picture(figure, "Confusion matrix: share of each true class that is predicted as each class.", caption),
+        Table(["true class", "predicted", unit, "% of the true class"], rows, "The most frequent mistakes"),
+    ]
+    return Section("confusion", "Confusion", blocks)
+
+
+def confused_classes(confusion: Tensor, count: int) -> list[int]:
+    """Return the classes of the most frequent mistakes, at most so many, in their order."""
+    chosen: set[int] = set()
+    for true, guess, _ in most_confused(confusion, count**2):
+        if len(chosen | {true, guess}) <= count:
+            chosen |= {true, guess}
+    return sorted(chosen)
+
+
 def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, *, unit: str = "images") -> None:
-    """A picture of a confusion matrix; with many classes, the most frequent mistakes are listed beside it.
+    """A picture of a confusion matrix; see confusion_figure.
 
     Args:
         confusion: (classes, classes) images, or whatever is counted, by true and by predicted class.
@@ -47,10 +81,35 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, 
         file: Where it goes; its ending tells the format.
         unit: What is counted.
     """
+    content = io.BytesIO()
+    figure = confusion_figure(confusion, classes, unit=unit)
+    # LaTeX must not be started now, either.
+    with matplotlib.rc_context({"text.usetex": False}):
+        figure.savefig(content, format=Path(file).suffix.removeprefix("."))
+    atomic_write_bytes(Path(file), content.getvalue())
+
+
+# The names of classes come from data, and LaTeX would interpret them: matplotlib must not start it, whatever a
+# matplotlibrc in the current folder says.
+@matplotlib.rc_context({"text.usetex": False})
+def confusion_figure(
+    confusion: Tensor, classes: Sequence[str], *, unit: str = "images", shown: Sequence[int] | None = None
+) -> Figure:
+    """A picture of a confusion matrix; with many classes, the most frequent mistakes are listed beside it.
+
+    Args:
+        confusion: (classes, classes) images, or whatever is counted, by true and by predicted class.
+        classes: Their names.
+        unit: What is counted.
+        shown: The classes that the picture has; None = all.
+    """
     matrix = confusion.cpu().numpy().astype(float)
     images = matrix.sum(axis=1, keepdims=True)
     # In percent of the true class; a class without images has none.
     shares = 100 * np.divide(matrix, images, out=np.zeros_like(matrix), where=images > 0)
+    if shown is not None:
+        matrix, shares = matrix[np.ix_(shown, shown)], shares[np.ix_(shown, shown)]
+        classes = [classes[index] for index in shown]
     names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in classes]
     is_named = len(names) <= MOST_NAMED
     side = max(6.0, 0.28 * len(names)) if is_named else 12.0
@@ -80,6 +139,4 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, 
         axes[1].invert_yaxis()
         axes[1].xaxis.get_major_locator().set_params(integer=True)
         axes[1].set(xlabel=unit, title="most frequent mistakes")
-    content = io.BytesIO()
-    figure.savefig(content, format=Path(file).suffix.removeprefix("."))
-    atomic_write_bytes(Path(file), content.getvalue())
+    return figure

@@ -48,14 +48,14 @@ class RandomCrop(v2.Transform):
 
 
 class PadToSize(v2.Transform):
-    """Pad an image to a square of side `size`, on the right and below: images with the mean colour, masks with a value.
+    """Pad an image to a square of side `size`, on the right and below: images with a colour, masks with a value.
 
     torchvision's RandomCrop would pad on all sides.
     """
 
-    def __init__(self, size: int, mask_fill: int) -> None:
+    def __init__(self, size: int, mask_fill: int, color: list[int] = MEAN_COLOR) -> None:
         super().__init__()
-        self.size, self.mask_fill = size, mask_fill
+        self.size, self.mask_fill, self.color = size, mask_fill, color
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         """Compute the padding."""
@@ -64,7 +64,7 @@ class PadToSize(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         """Pad one part of a sample."""
-        fill = self.mask_fill if isinstance(inpt, Mask) else MEAN_COLOR
+        fill = self.mask_fill if isinstance(inpt, Mask) else self.color
         return v2.functional.pad(inpt, params["padding"], fill=fill)
 
 

@@ -54,6 +54,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def path_beside(path: Path, name: str, suffix: str) -> Path:
+    """Return a path in the folder of another one; a name that is too long with its suffix is cut."""
+    kept = os.fsencode(name)[: LONGEST_NAME - len(suffix)]
+    return path.with_name(f"{os.fsdecode(kept)}{suffix}")
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path beside a file, for its new content; at the end, it replaces the file.
@@ -61,8 +67,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     On an error, the file stays as it was, and nothing is left beside it. A symbolic link is replaced itself: the file
     that it points to is not changed.
     """
-    length = LONGEST_NAME - len(f".{UNFINISHED}")
-    aside = path.with_name(f".{os.fsdecode(os.fsencode(path.name)[:length])}{UNFINISHED}")
+    aside = path_beside(path, f".{path.name}", UNFINISHED)
     with disk_full_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whatever exists there is removed, not written to; links are not followed.
@@ -154,26 +159,6 @@ def json_items(stream: TextIO) -> Iterator[Callable[[Any], None]]:
         yield write
     finally:
         stream.write("\n]\n" if count else "[]\n")
-
-
-@contextmanager
-def json_list_writer(path: Path) -> Iterator[Callable[[Any], None]]:
-    """Write a JSON list to a file, item by item: the context gives the function that writes one item.
-
-    If an error ends the context, an existing file stays as it was. Without one, the items written so far become the
-    file, as valid JSON, unless the disk is full.
-    """
-    failure: BaseException | None = None
-    with atomic_text_writer(path) as stream:
-        try:
-            with json_items(stream) as write:
-                yield write
-        except BaseException as error:
-            if path.exists() or (isinstance(error, OSError) and error.errno in FULL_DISK):
-                raise
-            failure = error
-    if failure is not None:
-        raise failure
 
 
 def fsync_dir(path: Path) -> None:

@@ -49,6 +49,7 @@ REFUSED: dict[str, list[Any]] = {
     "data.workers": [-1],
     "data.max_unreadable": [-1],
     "data.max_train_samples": [0, -5],
+    "data.eval_share": [0.0, 1.0, -0.1, NAN],
     "augment.scale": [(0.0, 1.0), (0.5, 0.1), (0.1, 1.5), (NAN, 1.0)],
     "augment.ratio": [(0.0, 1.0), (2.0, 0.5), (1.0, NAN)],
     "augment.crop_padding": [-1],
@@ -162,11 +163,6 @@ def test_without_mixup_any_batch_will_do() -> None:
     augment = AugmentConfig(mixup=0, cutmix=0)
     assert not augment.mixes
     ClassificationConfig(data=DataConfig(batch_size=3), augment=augment)
-
-
-def test_one_start_only() -> None:
-    with pytest.raises(ValueError, match=r"model\.pretrained and model\.checkpoint"):
-        ModelConfig(pretrained=True, checkpoint="model.safetensors")
 
 
 def test_sharded_weights_are_not_averaged() -> None:

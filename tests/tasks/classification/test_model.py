@@ -92,8 +92,16 @@ def test_unreachable_weights_are_told_in_a_sentence(monkeypatch: pytest.MonkeyPa
         raise OSError("no network")
 
     monkeypatch.setattr("timm.models._builder.download_cached_file", unreachable)
-    with pytest.raises(OSError, match=r"inline_deit_tiny cannot be fetched \(no network\): .*checkpoint"):
+    with pytest.raises(OSError, match=r"inline_deit_tiny cannot be fetched from .* \(no network\): .*checkpoint"):
         build_model(ModelConfig("inline_deit_tiny", pretrained=True), 10)
+
+
+def test_a_file_takes_the_place_of_published_weights(tmp_path: Path) -> None:
+    """As when --model.checkpoint is added to a recipe that starts from published weights."""
+    there = timm.create_model("test_vit", num_classes=7)
+    file = save(there, tmp_path / "weights.safetensors")
+    loaded = build_model(ModelConfig("test_vit", pretrained=True, checkpoint=file), 7)
+    assert same(weights_of(there), weights_of(loaded))
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "test_vit", "resnet18"])
@@ -129,8 +137,8 @@ def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
 def test_opening_by_name_finds_classes_and_channels_in_the_file(tmp_path: Path) -> None:
     there = timm.create_model("inline_deit_tiny", num_classes=10, in_chans=1, img_size=32)
     opened = load_classifier("inline_deit_tiny", checkpoint=save(there, tmp_path / "w.safetensors"), img_size=32)
-    assert (opened.num_classes, opened.classes, opened.spec.mode, opened.spec.size) == (10, None, "L", 32)
-    assert opened.readable_classes()[3] == "3"
+    assert (opened.num_classes, opened.label_names, opened.spec.mode.channels, opened.spec.size) == (10, None, 1, 32)
+    assert opened.classes[3] == "3"
     assert not opened.model.training
     images = torch.randn(2, 1, 32, 32)
     assert torch.equal(opened.model(images), there.eval()(images))
@@ -138,9 +146,9 @@ def test_opening_by_name_finds_classes_and_channels_in_the_file(tmp_path: Path) 
 
 def test_a_thousand_classes_are_those_of_imagenet(tmp_path: Path) -> None:
     opened = load_classifier("test_vit", checkpoint=save(timm.create_model("test_vit"), tmp_path / "w.safetensors"))
-    assert opened.classes is not None
-    assert opened.classes[1] == "n01443537"
-    assert opened.readable_classes()[1] == "goldfish, Carassius auratus"
+    assert opened.label_names is not None
+    assert opened.label_names[1] == "n01443537"
+    assert opened.classes[1] == "goldfish, Carassius auratus"
     assert opened.spec.size == 160
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import safetensors.torch
 import timm
@@ -23,7 +24,7 @@ from inlinevit.engine import predictor as predictor_module
 from inlinevit.engine.predictor import predict as predict_files
 from inlinevit.engine.predictor import predict_command as predict_task
 from inlinevit.engine.results import ClassProbability, Prediction
-from inlinevit.tasks.classification.config import ClassificationPredictOptions
+from inlinevit.tasks.classification.config import ClassificationPredictOptions, ModelConfig
 from inlinevit.tasks.classification.predictor import ClassificationPredictor
 from inlinevit.tasks.classification.task import Classification
 from inlinevit.tasks.classification.transforms import InputSpec
@@ -41,7 +42,7 @@ class Quarters(nn.Module):
 @pytest.fixture
 def classifier() -> ClassificationPredictor:
     names = ["top left", "top right", "bottom left", "bottom right"]
-    return ClassificationPredictor(Quarters(), "quarters", 4, names, SPEC)
+    return ClassificationPredictor(Quarters(), "quarters", ModelConfig(), 4, names, SPEC)
 
 
 def predict(classifier: ClassificationPredictor, images: list[str], **options: Any) -> Iterator[Prediction]:
@@ -150,7 +151,7 @@ def truncated_jpeg() -> bytes:
 def test_batches_do_not_change_predictions(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=10).eval()
-    classifier = ClassificationPredictor(model, "test_resnet", 10, None, SPEC)
+    classifier = ClassificationPredictor(model, "test_resnet", ModelConfig(), 10, None, SPEC)
     rng = np.random.default_rng(0)
     for number in range(7):
         Image.fromarray(rng.integers(0, 255, (20, 20, 3), np.uint8)).save(tmp_path / f"{number}.png")
@@ -251,12 +252,47 @@ def test_table(run: str, images: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert captured.err == ""
 
 
-@pytest.mark.parametrize("format", ["table", "json", "csv"])
+@pytest.mark.parametrize("format", ["table", "json", "csv", "jsonl"])
 def test_output_goes_to_a_file(format: str, run: str, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same as is printed, but for the lines of a table, which may be as wide as the terminal."""
     file = Path(run) / "new" / "out"
     assert predict_command(run, [str(images)], format=format, output=str(file)) == 1
     assert capsys.readouterr().out == ""
     assert "cät" in file.read_text(encoding="utf-8")
+    assert predict_command(run, [str(images)], format=format) == 1
+    assert capsys.readouterr().out.encode() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "first"),
+    [
+        ("out.csv", "auto", b"file,rank,"),
+        ("out.jsonl", "auto", b'{"file": '),
+        ("out.JSON", "auto", b"[\n"),
+        ("out.parquet", "auto", b"PAR1"),
+        ("out.txt", "auto", "┏".encode()),
+        ("out.csv", "json", b"[\n"),
+    ],
+)
+def test_the_extension_chooses_the_format(name: str, format: str, first: bytes, run: str, images: Path) -> None:
+    assert predict_command(run, [str(images / "é*")], format=format, output=str(images.parent / name)) == 0
+    assert (images.parent / name).read_bytes().startswith(first)
+
+
+def test_parquet(run: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the rows of CSV."""
+    for format in ("csv", "parquet"):
+        assert predict_command(run, [str(images)], output=str(tmp_path / f"out.{format}")) == 1
+    with (tmp_path / "out.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [{key: "" if cell is None else str(cell) for key, cell in row.items()} for row in table] == rows
+    assert {type(row["probability"]) for row in table} == {float, type(None)}
+    with pytest.raises(ValueError, match="Parquet cannot be printed: name a file"):
+        predict_command(run, [str(images)], format="parquet")
+    monkeypatch.setattr(predictor_module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'inlinevit\[data\]', or choose --format csv"):
+        predict_command(run, [str(images)], output=str(tmp_path / "out.parquet"))
 
 
 def test_nothing_found_is_an_empty_list(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,22 +327,28 @@ def many(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format", ["table", "json", "csv"])
-@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize(("format", "is_new"), [("table", True), ("json", False), ("csv", True), ("parquet", False)])
 def test_a_full_disk_leaves_no_half_results(
     format: str, is_new: bool, run: str, many: Path, file_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
+    """What was there before stays, and the results so far are kept: the same command predicts the others."""
     file = Path(run).parent / "results" / "out"
     if not is_new:
         file.parent.mkdir()
         file.write_text("old")
     with file_limit(4096), pytest.raises(OSError, match=r"^no space left on the disk for .*out: free some"):
         predict_command(run, [str(many)], format=format, output=str(file))
-    assert [(one.name, one.read_text()) for one in file.parent.iterdir()] == ([] if is_new else [("out", "old")])
+    assert sorted(one.name for one in file.parent.iterdir()) == ["out"] * (not is_new) + ["out.partial"]
+    assert is_new or file.read_text() == "old"
+    assert predict_command(run, [str(many)], format=format, output=str(file)) == 0
+    assert [one.name for one in file.parent.iterdir()] == ["out"]
+    whole = file.parent / "whole"
+    assert predict_command(run, [str(many)], format=format, output=str(whole)) == 0
+    assert file.read_bytes() == whole.read_bytes()
 
 
 def test_an_interruption_leaves_the_results_before(
-    run: str, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: str, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> Iterator[Prediction]:
         yield Prediction("a.png", result=[ClassProbability("a", 0, 1.0)])
@@ -318,6 +360,9 @@ def test_an_interruption_leaves_the_results_before(
         predict_command(run, [str(many)], format="json", output=str(tmp_path / "out.json"))
     assert (tmp_path / "out.json").read_text() == "old"
     assert not list(tmp_path.glob(".*"))
+    (part,) = (tmp_path / "out.json.partial").glob("part-*.jsonl")
+    assert json.loads(part.read_text())["file"] == "a.png"
+    assert f"results so far are kept in {part.parent}: run the same command again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["itself", "symbolic link", "hard link", "link to folder", "weights", "class names"])

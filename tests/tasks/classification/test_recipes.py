@@ -83,7 +83,7 @@ def stated(name: str) -> dict[str, Any]:
 
 
 def test_one_recipe_for_each_published_model() -> None:
-    assert recipe_names("classification") == sorted([*TABLE, *SMALL, *REPRODUCED])
+    assert recipe_names("classification") == sorted([*TABLE, *SMALL, *REPRODUCED, "finetune"])
     assert set(TABLE) == {name for name in CATALOG if name.startswith("inline_")}
 
 

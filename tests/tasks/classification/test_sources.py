@@ -7,7 +7,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from inlinevit.tasks.classification.sources import (
     SubsetSource,
     match_labels,
     open_source,
+    source_paths,
 )
 
 
@@ -68,7 +69,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def train(path: Path | str, **options: Any) -> ImageSource | ShardSource:
-    return open_source(DataConfig(path=str(path), **options), training=True)
+    """Open images for training; nothing is held out, because those for evaluation are elsewhere."""
+    return open_source(DataConfig(path=str(path), **{"eval_path": "elsewhere", **options}), training=True)
 
 
 def evaluation(path: Path | str, **options: Any) -> ImageSource | ShardSource:
@@ -225,7 +227,9 @@ def test_refusals_of_folders(tmp_path: Path, folder: Path) -> None:
     assert "holds no images" in refusal(tmp_path / "empty")
     assert "holds one class (dog)" in refusal(make_classes(tmp_path / "one", {"dog": ["1.png"]}))
     assert "without a class, such as" in refusal(make_classes(tmp_path / "flat", {"": ["1.png", "2.png"]}))
-    assert "--data.eval_path" in refusal(folder, training=False)
+    single = make_classes(tmp_path / "single", {"bird": ["1.png"], "cat": ["1.png"]})
+    assert "no class has two images" in refusal(single, training=False)
+    assert "nothing has to be held out of embedded" in refusal("embedded", eval_share=0.5)
     only_val = make_classes(tmp_path / "only" / "val", THREE).parent
     assert "no split called train: choose with --data.train_split among val" in refusal(only_val)
     alien = make_classes(tmp_path / "alien", {"bird": ["1.png"], "dodo": ["1.png"]})
@@ -464,6 +468,33 @@ def test_data_that_are_not_divided_have_no_splits(folder: Path, tmp_path: Path) 
         )
         assert "is not divided, so it has no split called 'other'" in refusal(path, train_split="other")
         assert "is not divided, so it has no split called 'train'" in refusal(path, train_split="train")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_share_of_data_that_are_not_divided_is_held_out(packed: bool, tmp_path: Path) -> None:
+    kinds = {"a": [f"{i}.png" for i in range(20)], "b": [f"{i}.png" for i in range(5)], "c": ["0.png"]}
+    place = make_classes(tmp_path / "photos", kinds)
+    path = make_tar(tmp_path / "photos.tar", place) if packed else place
+
+    def parts(place: Path, **options: Any) -> list[list[str]]:
+        config = DataConfig(path=str(place), **options)
+        sources = [open_source(config, training=training) for training in (True, False)]
+        assert sources[0].classes == sources[1].classes == ["a", "b", "c"]
+        assert source_paths(sources[0]) == source_paths(sources[1])
+        names = [[cast(ImageSource, source).name(index) for index in range(len(source))] for source in sources]
+        return [["/".join(Path(name.partition(" in ")[0]).parts[-2:]) for name in part] for part in names]
+
+    training, held_out = parts(path)
+    assert [sum(name.startswith(kind) for name in held_out) for kind in "abc"] == [4, 1, 0]
+    assert sorted(training + held_out) == sorted(f"{kind}/{name}" for kind, names in kinds.items() for name in names)
+    assert len(parts(path, eval_share=0.5)[1]) == 10 + 2
+    # One image of each class stays for training.
+    assert len(parts(path, eval_share=0.99)[0]) == 3
+    # A copy is divided in the same way, and so is one with further images, but for few.
+    copy = make_classes(tmp_path / "copy", {**kinds, "a": [f"{i}.png" for i in range(25)]})
+    assert len(set(held_out) - set(parts(copy)[1])) <= 1
+    # Images that are given for evaluation are all used, and nothing is held out of those for training.
+    assert [len(part) for part in parts(path, eval_path=str(path))] == [26, 26]
 
 
 def test_splits_of_data_with_two_parts(tmp_path: Path) -> None:

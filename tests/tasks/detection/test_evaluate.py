@@ -180,6 +180,8 @@ def test_stored_results_give_the_same_numbers(
     model, stored = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("model", "stored"))
     assert {**model, "model": None, "results": files} == stored
     assert not list((tmp_path / "stored").glob("results*"))
+    first, second = ((tmp_path / name / "predictions.csv").read_text() for name in ("model", "stored"))
+    assert first == second
     # Boxes alone, on the data of a run.
     eval_command(run, DetectionDataOptions(), output=str(tmp_path / "stored"), results=files[:1])
     boxes = json.loads((tmp_path / "stored" / "evaluation.json").read_text())

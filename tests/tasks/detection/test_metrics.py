@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from inlinevit.tasks.detection.coco import Category
-from inlinevit.tasks.detection.metrics import NUMBERS, coco_metrics, detect, only, read_results, to_results
+from inlinevit.tasks.detection.metrics import (
+    NUMBERS,
+    coco_metrics,
+    count_matches,
+    detect,
+    only,
+    read_results,
+    to_results,
+)
 
 CATEGORIES = [Category(3, "disc"), Category(7, "square"), Category(90, "triangle")]
 SIZE = (40, 60)
@@ -264,3 +272,36 @@ def test_files_that_hold_no_results_are_refused(content: str, truth: dict[str, A
         read_results([str(tmp_path / "results.json")], truth)
     with pytest.raises(FileNotFoundError, match="no file at"):
         read_results([str(tmp_path / "nothing.json")], truth)
+
+
+def boxed(category: int, box: tuple[int, int, int, int], **fields: Any) -> dict[str, Any]:
+    """An object with a box and the mask that fills it."""
+    left, top, width, height = box
+    mask = np.zeros((100, 100), np.uint8, order="F")
+    mask[top : top + height, left : left + width] = 1
+    return {"category_id": category, "bbox": list(box), "segmentation": coco_masks.encode(mask), **fields}
+
+
+def test_matches_of_one_image() -> None:
+    truth = [
+        boxed(3, (0, 0, 10, 10)),
+        boxed(3, (20, 0, 10, 10)),
+        boxed(7, (0, 50, 10, 10)),
+        boxed(90, (50, 50, 40, 40), iscrowd=1),
+    ]
+    results = [
+        # Found; found again, which is wrong; found with an IoU of exactly a half; of less than a half.
+        boxed(3, (0, 0, 10, 10), score=0.8),
+        boxed(3, (1, 0, 10, 10), score=0.7),
+        boxed(3, (20, 0, 10, 5), score=0.9),
+        boxed(7, (0, 50, 10, 4), score=0.9),
+        # Another category; in a crowd, which does not count; beside the crowd.
+        boxed(90, (20, 0, 10, 10), score=0.5),
+        boxed(90, (60, 60, 10, 10), score=0.5),
+    ]
+    masks = [{name: value for name, value in one.items() if name != "bbox"} for one in results]
+    for found in (results, results[::-1], masks):
+        assert count_matches(found, truth) == (2, 3, 1)
+    assert count_matches([], truth) == (0, 0, 3)
+    assert count_matches(results, []) == (0, 6, 0)
+    assert count_matches([], []) == (0, 0, 0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from inlinevit.data.images import ImageFiles
 from inlinevit.engine.predictor import predict, predict_command
 from inlinevit.tasks.detection.coco import Category
-from inlinevit.tasks.detection.config import DetectionPredictOptions, DetectorConfig
+from inlinevit.tasks.detection.config import DetectionConfig, DetectionPredictOptions
 from inlinevit.tasks.detection.predictor import DetectionPredictor
 from inlinevit.tasks.detection.task import Detection
 from tests.tasks.detection.runs import make_run
@@ -38,7 +38,7 @@ class Bright(nn.Module):
 
 
 def make_predictor() -> DetectionPredictor:
-    return DetectionPredictor(Bright(), "bright", [Category(3, "disc"), Category(7, "[bold]squäre")], DetectorConfig())
+    return DetectionPredictor(Bright(), "bright", DetectionConfig(), [Category(3, "disc"), Category(7, "[bold]squäre")])
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_opening_a_run(options: dict[str, Any], tmp_path: Path) -> None:
     assert not detector.model.training
     assert detector.categories == [Category(3, "disc"), Category(7, "square"), Category(90, "triangle")]
     assert detector.name == f"{options.get('arch', 'mask_rcnn')} on test_convnext"
-    assert detector.config.min_size == 64
+    assert detector.config.model.min_size == 64
 
 
 def test_weights_of_another_detector_are_refused(tmp_path: Path) -> None:

@@ -113,7 +113,6 @@ def test_fewer_classes_than_categories_are_refused(coco_folder: DrawCoco) -> Non
         (["--augment.max_size", "700"], r"augment\.max_size is 700, which is below the shorter side 800"),
         (["--model.max_size", "700"], r"model\.max_size is 700"),
         (["--model.frozen_stages", "5"], r"model\.frozen_stages is 5: it should be at most 4"),
-        (["--model.pretrained", "true", "--model.checkpoint", "file"], "choose one of them"),
         (["--optimizer.layer_decay", "0.9"], "is for plain classifiers: leave it out"),
         (["--data.batch_size", "0"], "at least 1"),
         (["--augment.copy_paste", "2"], "augment.copy_paste is 2.0: it should be at most 1"),

@@ -265,7 +265,7 @@ def test_broken_files_are_named(ade_folder: DrawAde, part: str, damage: str) -> 
 def test_strips_are_refused(ade_folder: DrawAde) -> None:
     folder = ade_folder()
     Image.new("RGB", (300, 2)).save(folder / IMAGES / "0000.png")
-    with pytest.raises(ValueError, match=r"0000.png cannot be used \(it has 300 × 2 pixels, which show nothing\): "):
+    with pytest.raises(ValueError, match=r"0000.png cannot be used \(it has 300 × 2 pixels, which show nothing: "):
         opened(folder).read_image(0)
 
 

@@ -20,7 +20,7 @@ def count_pixels(truth: Tensor, answer: Tensor, classes: int) -> Tensor:
     evaluator = SegmentationEvaluator(source, 0, InferenceConfig(min_size=None), ((0.0,) * 3, (1.0,) * 3))
     evaluator.reset(torch.device("cpu"))
     logits = F.one_hot(answer.long(), classes).permute(2, 0, 1)[None].float()
-    evaluator.update(lambda images: logits, (torch.zeros(3, *truth.shape, dtype=torch.uint8), truth))
+    evaluator.update(lambda images: logits, (0, torch.zeros(3, *truth.shape, dtype=torch.uint8), truth))
     return evaluator.confusion
 
 

@@ -47,7 +47,7 @@ def make_predictor() -> SegmentationPredictor:
     config = SegmentationConfig(
         inference=InferenceConfig(min_size=None), augment=SegmentationAugmentConfig(crop_size=64)
     )
-    return SegmentationPredictor(Colours(), "colours", LabelMap.from_plain(CLASSES, "here"), config, UNCHANGED)
+    return SegmentationPredictor(Colours(), "colours", config, LabelMap.from_plain(CLASSES, "here"), UNCHANGED)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_images_larger_than_pillow_likes(
     (found,) = predict(segmenter, ImageFiles([str(tmp_path)]))
     assert found.error is None
     assert Image.MAX_IMAGE_PIXELS == 100
-    monkeypatch.setattr(SegmentationPredictor, "max_pixels", 2000)
+    segmenter.max_pixels = 2000
     (found,) = predict(segmenter, ImageFiles([str(tmp_path)]))
     assert "2400 pixels" in (found.error or "")
 

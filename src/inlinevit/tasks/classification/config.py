@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import MOST_IMAGES, MOST_WORKERS, ClassPredictOptions, DataOptions, EvalOptions, TrainConfig
+from ...engine.config import (
+    BANDS,
+    MOST_IMAGES,
+    MOST_WORKERS,
+    ClassPredictOptions,
+    DataOptions,
+    EvalOptions,
+    PixelConfig,
+    TrainConfig,
+)
 from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
 
 # Prefixes of data that may have a root.
@@ -11,8 +20,8 @@ ROOTED = ("torch", "hfds", "wds")
 
 
 @dataclass
-class ImageDataConfig:
-    """Images for training and evaluation, and how they are read."""
+class ImageSetConfig:
+    """Images for training and evaluation, and how they are loaded."""
 
     path: str
     """The images."""
@@ -31,6 +40,11 @@ class ImageDataConfig:
     max_train_samples: int | None = None
     """How many of the training images to use; null = all."""
 
+
+@dataclass
+class ImageDataConfig(PixelConfig, ImageSetConfig):
+    """Images for training and evaluation, how they are loaded, and what their values mean."""
+
     def __post_init__(self) -> None:
         check_fields(
             self,
@@ -40,6 +54,7 @@ class ImageDataConfig:
             max_unreadable=Range(0, MOST_IMAGES),
             max_train_samples=Range(1, MOST_IMAGES),
         )
+        self.check_pixels()
 
 
 @dataclass
@@ -55,11 +70,16 @@ class DataConfig(ImageDataConfig):
     eval_split: str | None = None
     """Name of the split to evaluate on, which must exist; null = val, validation, valid, eval, evaluation, test or
     testing, the first that exists (of hfds/ not test)."""
+    eval_share: float | None = None
+    """Share of each class that is held out of training, for evaluation, if class folders or a tar file have no splits
+    and eval_path is not given; the names of the files decide which images. null = 0.2."""
     root: str | None = None
     """Folder of the data that timm.data knows by a prefix."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.eval_share is not None:
+            check_value("data.eval_share", self.eval_share, float, Range(0, 1, above_least=True, below_most=True))
         for field_name in ("path", "eval_path"):
             path = vars(self)[field_name] or ""
             kind, _, name = path.partition("/")
@@ -88,6 +108,7 @@ class ImageDataOptions(DataOptions):
     """Images that cannot be used are reported and skipped up to this number; null = as in the run, or 0."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.path is None or self.eval_path is None,
             "data.path and data.eval_path both name the images to evaluate on: give one of them",
@@ -114,6 +135,9 @@ class ClassificationDataOptions(ImageDataOptions):
 
     def applied_to(self, run: Any, default: Any) -> Any:
         data = super().applied_to(run, default)
+        if run is not None and run.eval_path is None and self.path is None and self.eval_path is None:
+            # Images that were held out of training are found as training has found them.
+            data = replace(data, eval_path=None)
         require(
             self.root is None or data.path.partition("/")[0] in ROOTED,
             f"data.root is for data whose name begins with {'/, '.join(ROOTED)}/, not for {data.path}: leave it out",
@@ -169,6 +193,15 @@ class AugmentConfig:
         require(self.scale is None or self.scale[0] <= self.scale[1], "augment.scale should rise from least to most")
         require(self.ratio[0] <= self.ratio[1], "augment.ratio should rise from the narrowest to the widest")
 
+    def check_channels(self, channels: int) -> None:
+        """Refuse augmentation of colours for images that are neither RGB nor grey."""
+        changes = f"auto_augment {self.auto_augment}" if self.auto_augment else f"color_jitter {self.color_jitter}"
+        require(
+            channels in (1, 3) or (self.auto_augment is None and self.color_jitter == 0),
+            f"augment.{changes} changes colours of RGB or grey images, but model.in_chans is {channels}: set "
+            "--augment.auto_augment null --augment.color_jitter 0",
+        )
+
     @property
     def mixes(self) -> bool:
         """Whether images of a batch are mixed."""
@@ -185,14 +218,14 @@ class ModelConfig:
     """null = as many as the data have."""
     img_size: int | None = None
     """Side of the images that the model sees; null = what the model was made for."""
-    in_chans: Literal[1, 3] = 3
-    """3 for colour images, 1 for grey ones."""
+    in_chans: int = 3
+    """Channels: 3 for colour images, 1 for grey ones, or any other number of bands; see data.bands."""
     crop_pct: float | None = None
     """Side of the centre crop for evaluation, relative to the image's; null = what the model was made for."""
     drop_path_rate: float = 0.1
     """Stochastic depth rate of the last block; it rises linearly up to there."""
     pretrained: bool = False
-    """Start from the published weights."""
+    """Start from the published weights, or from those of checkpoint if it is given."""
     checkpoint: str | None = None
     """Start from the weights in a file; their size and number of classes may differ."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -204,12 +237,9 @@ class ModelConfig:
             "model",
             num_classes=Range(2, MOST_CLASSES),
             img_size=Range(1, MOST_PIXELS),
+            in_chans=Range(1, BANDS.most + 1),
             crop_pct=Range(0, 1, above_least=True),
             drop_path_rate=Range(0, 1, below_most=True),
-        )
-        require(
-            not self.pretrained or self.checkpoint is None,
-            "model.pretrained and model.checkpoint each say what to start from: choose one of them",
         )
 
 
@@ -248,6 +278,8 @@ class ClassificationConfig(TrainConfig):
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
     def __post_init__(self) -> None:
+        self.data.check_channels(self.model.in_chans)
+        self.augment.check_channels(self.model.in_chans)
         require(
             not self.augment.mixes or self.data.batch_size % 2 == 0,
             f"data.batch_size is {self.data.batch_size}, but mixup pairs the images of a batch: choose an even one, or "
@@ -272,6 +304,8 @@ class ClassificationEvalOptions(EvalOptions):
 @dataclass(kw_only=True)
 class ClassificationPredictOptions(ClassPredictOptions):
     """Options of `inlinevit predict`."""
+
+    command_only: ClassVar[tuple[str, ...]] = (*ClassPredictOptions.command_only, "img_size")
 
     checkpoint: str | None = None
     """With the name of a model, the file of its weights (null = the published ones); with a run, "best" or a checkpoint

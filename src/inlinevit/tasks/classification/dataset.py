@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...data.batch_plan import BatchPlan
 from ...data.images import decode_image, decompression_bomb_limit, describe_image_error
 from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
+from ...data.pixels import AnyImage, PixelFormat, as_format
 from ...data.samplers import ShardedSampler
 from .config import ImageDataConfig
 from .shards import ShardImages, ShardSource
@@ -33,14 +33,23 @@ class LabelledImages(Dataset[Sample]):
     Args:
         source: Where the images come from.
         transform: From a PIL image to a tensor.
-        mode: Colour mode of the model's images, in Pillow's notation.
+        mode: The bands and values that the model needs.
         num_targets: Labels must be below this: the number of classes, or of rows in a table of targets.
         tries: How many images to try; 1 = never take another one.
+        max_pixels: Images with more pixels cannot be used; None = Pillow's limit.
     """
 
-    def __init__(self, source: ImageSource, transform: Any, mode: str, num_targets: int, tries: int = 1) -> None:
-        self.source, self.transform, self.mode, self.num_targets = source, transform, mode, num_targets
-        self.tries = tries
+    def __init__(
+        self,
+        source: ImageSource,
+        transform: Any,
+        mode: str | PixelFormat,
+        num_targets: int,
+        tries: int = 1,
+        max_pixels: int | None = None,
+    ) -> None:
+        self.source, self.transform, self.mode, self.num_targets = source, transform, as_format(mode), num_targets
+        self.tries, self.max_pixels = tries, max_pixels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -58,11 +67,11 @@ class LabelledImages(Dataset[Sample]):
             return self.transform(image), label, problems
         if self.tries > len(self):
             raise ValueError(f"not one of {len(self)} images in a row can be used, and {problems[0]}: check the data")
-        return self.transform(Image.new(self.mode, (64, 64))), NO_LABEL, problems
+        return self.transform(self.mode.blank()), NO_LABEL, problems
 
-    def load(self, index: int) -> tuple[Image.Image, int]:
+    def load(self, index: int) -> tuple[AnyImage, int]:
         """Return a decoded image and its label; any error means that the image cannot be used."""
-        with decompression_bomb_limit():
+        with decompression_bomb_limit(self.max_pixels):
             opened, label = self.source.read(index)
             with opened:
                 image = decode_image(opened, self.mode)
@@ -71,14 +80,31 @@ class LabelledImages(Dataset[Sample]):
         return image, label
 
 
+class NamedImages(Dataset[tuple[Sample, str]]):
+    """Labelled images, each with its name."""
+
+    def __init__(self, images: LabelledImages) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Sample, str]:
+        return self.images[index], self.images.source.name(index)
+
+
 class LabelledStream:
-    """Shards as a stream of labelled images; further arguments as for LabelledImages."""
+    """Shards as a stream of labelled images; further arguments as for LabelledImages.
 
-    def __init__(self, source: ShardSource, *arguments: Any) -> None:
-        self.lengths, self.read, self.arguments = source.lengths, source.read, arguments
+    With `named`, each image comes with its name.
+    """
 
-    def samples(self, stored: list[dict[str, Any]]) -> LabelledImages:
-        return LabelledImages(ShardImages(stored), *self.arguments)
+    def __init__(self, source: ShardSource, *arguments: Any, named: bool = False) -> None:
+        self.lengths, self.read, self.arguments, self.named = source.lengths, source.read, arguments, named
+
+    def samples(self, stored: list[dict[str, Any]]) -> LabelledImages | NamedImages:
+        images = LabelledImages(ShardImages(stored), *self.arguments)
+        return NamedImages(images) if self.named else images
 
 
 class UnreadableCounter:
@@ -107,6 +133,11 @@ def collate(samples: list[Sample]) -> tuple[Tensor, Tensor, list[str]]:
     return torch.stack(images), torch.tensor(labels), [problem for several in problems for problem in several]
 
 
+def collate_named(samples: list[tuple[Sample, str]]) -> tuple[Tensor, Tensor, list[str], list[str]]:
+    """Collate samples with names to a batch: images, labels and problems as by `collate`, and names."""
+    return *collate([sample for sample, _ in samples]), [name for _, name in samples]
+
+
 def drop_unreadable(
     batches: Iterable[tuple[Tensor, Tensor, list[str]]], counter: UnreadableCounter, labels: Sequence[int] | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -129,7 +160,7 @@ def drop_unreadable(
 def make_train_loader(
     source: ImageSource | ShardSource,
     transform: Any,
-    mode: str,
+    mode: str | PixelFormat,
     num_targets: int,
     config: ImageDataConfig,
     repeats: int,
@@ -144,9 +175,9 @@ def make_train_loader(
     tries = config.max_unreadable + 1
     chosen = source if config.max_train_samples is None else take_subset(source, config.max_train_samples)
     if isinstance(chosen, ShardSource):
-        stream = LabelledStream(chosen, transform, mode, num_targets, tries)
+        stream = LabelledStream(chosen, transform, mode, num_targets, tries, config.max_pixels)
         return StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
-    images = LabelledImages(chosen, transform, mode, num_targets, tries)
+    images = LabelledImages(chosen, transform, mode, num_targets, tries, config.max_pixels)
     sampler = ShardedSampler(len(images), plan, seed=seed, repeats=repeats)
     return ShuffledLoader(images, sampler, collate=collate)
 
@@ -154,22 +185,31 @@ def make_train_loader(
 def make_eval_loader(
     source: ImageSource | ShardSource,
     transform: Any,
-    mode: str,
+    mode: str | PixelFormat,
     num_targets: int,
     config: ImageDataConfig,
     process: int,
     processes: int,
+    named: bool = False,
 ) -> EvalLoader:
     """Return the batches (images, labels, problems) of one process; over all processes, every image comes once.
 
-    An image that cannot be used is a black one with label NO_LABEL.
+    An image that cannot be used is a black one with label NO_LABEL. With `named`, batches have the indices and the
+    names of images, too: (indices, (images, labels, problems, names)).
     """
-    arguments = transform, mode, num_targets
-    images: LabelledImages | LabelledStream
+    arguments = transform, mode, num_targets, 1, config.max_pixels
+    images: LabelledImages | NamedImages | LabelledStream
     if isinstance(source, ShardSource):
-        images = LabelledStream(source, *arguments)
+        images = LabelledStream(source, *arguments, named=named)
     else:
         images = LabelledImages(source, *arguments)
+        images = NamedImages(images) if named else images
     return EvalLoader(
-        images, config.batch_size, workers=config.workers, collate=collate, process=process, processes=processes
+        images,
+        config.batch_size,
+        workers=config.workers,
+        collate=collate_named if named else collate,
+        process=process,
+        processes=processes,
+        numbered=named,
     )

@@ -2,10 +2,11 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +15,26 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassConfusionMatrix
 
+from ...data.images import display_name
 from ...data.loader import EvalLoader
 from ...engine.evaluator import Evaluation, Evaluator
+from ...engine.records import rounded, to_picture
 from ...utils.validation import require
+from ..calibration import CALIBRATION_BINS, CalibrationBins, calibration_details, calibration_section
 from .config import ImageDataConfig
-from .dataset import UnreadableCounter, drop_unreadable, make_eval_loader
+from .dataset import NO_LABEL, UnreadableCounter, drop_unreadable, make_eval_loader
 from .shards import ShardSource
 from .sources import ImageSource
 from .transforms import InputSpec, evaluation_transform
 
-CALIBRATION_BINS = 15
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from ...report import Section
+
 CONFUSION_PNG = "confusion.png"
+# Classes of an image in predictions.csv.
+TOP_CLASSES = 5
 
 
 @dataclass
@@ -38,7 +48,12 @@ class ClassificationEvaluation(Evaluation):
         loss: Mean cross-entropy.
         confusion: (classes, classes) images by true and by predicted class.
         classes: Names of the classes; their indices, if they are not known.
+        calibration: See CalibrationBins; None if single images were not recorded.
     """
+
+    worst_caption: ClassVar[str] = (
+        "The wrong predictions with the highest confidence. Pictures show what the model gets: resized and cropped."
+    )
 
     top1: float
     top5: float
@@ -46,6 +61,7 @@ class ClassificationEvaluation(Evaluation):
     loss: float
     confusion: Tensor
     classes: list[str] = field(default_factory=list)
+    calibration: Tensor | None = None
 
     def numbers(self) -> dict[str, float]:
         return {name: vars(self)[name] for name in ("top1", "top5", "calibration_error", "loss")}
@@ -75,13 +91,29 @@ class ClassificationEvaluation(Evaluation):
         return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def details(self) -> dict[str, Any]:
-        return {"confusion": self.confusion.tolist()}
+        return {"confusion": self.confusion.tolist(), **calibration_details(self.calibration)}
+
+    def sections(self) -> list["Section"]:
+        from ..confusion import confusion_section
+
+        sections = [confusion_section(self.confusion, self.classes)]
+        if self.calibration is not None and math.isfinite(self.calibration_error):
+            sections += [calibration_section(self.calibration, self.calibration_error / 100, "images", "right")]
+        return sections
 
     def save_files(self, folder: Path) -> None:
         # Imported here: matplotlib is slow to import, and training draws nothing.
         from ..confusion import draw_confusion
 
         draw_confusion(self.confusion, self.classes, folder / CONFUSION_PNG)
+
+
+class Judgement(NamedTuple):
+    """What is recorded of an image; see ImageRecorder.add."""
+
+    values: dict[str, Any]
+    badness: tuple[float, ...] | None
+    lines: tuple[str, ...]
 
 
 class ImageEvaluator(Evaluator):
@@ -107,24 +139,61 @@ class ImageEvaluator(Evaluator):
         self.num_targets = num_targets
 
     def loader(self, process: int, processes: int) -> EvalLoader:
-        """See Evaluator.loader: images, labels, problems."""
-        transform = evaluation_transform(self.spec)
+        """See Evaluator.loader: images, labels, problems; if they are recorded, with indices and names."""
+        transform, named = evaluation_transform(self.spec), self.recorder is not None
         return make_eval_loader(
-            self.source, transform, self.spec.mode, self.num_targets, self.config, process, processes
+            self.source, transform, self.spec.mode, self.num_targets, self.config, process, processes, named
         )
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
         self.unreadable = UnreadableCounter(self.config.max_unreadable)
+        self.calibration_bins = CalibrationBins()
 
-    def update(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> None:
+    def update(self, model: nn.Module, batch: Any) -> None:
         """See Evaluator.update; unreadable images are left out."""
-        for images, labels in drop_unreadable([batch], self.unreadable, self.labels):
-            self.add(model(images.to(self.device, non_blocking=True)).float(), labels)
+        indices, batch = batch if self.recorder is not None else ([], batch)
+        for images, labels in drop_unreadable([batch[:3]], self.unreadable, self.labels):
+            logits = model(images.to(self.device, non_blocking=True)).float()
+            self.add(logits, labels)
+            if self.recorder is not None:
+                self.record(indices, batch, images, logits.cpu(), labels)
+
+    def record(self, indices: list[int], batch: Any, images: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Record the images of a batch; see drop_unreadable and add for the images that can be used."""
+        assert self.recorder is not None
+        _, truth, problems, names = batch
+        usable, judgements, unusable = iter(images), self.judge(logits, labels), iter(problems)
+        for index, name, label in zip(indices, names, truth.tolist(), strict=True):
+            if label == NO_LABEL:
+                self.recorder.skip(index, name, next(unusable))
+                continue
+            values, badness, lines = next(judgements)
+            draw = partial(self.draw, next(usable))
+            self.recorder.add(index, name, values, badness=badness, lines=lines, draw=draw)
+
+    def draw(self, image: Tensor) -> dict[str, "Image.Image"]:
+        """Return the picture of an image (channels, height, width), as the model gets it."""
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.spec.mean, self.spec.std))
+        return {"": to_picture(image * std + mean)}
+
+    @abstractmethod
+    def judge(self, logits: Tensor, labels: Tensor) -> Iterator[Judgement]:
+        """Yield what to record of each image of a batch; arguments as for add, all on the CPU."""
 
     @abstractmethod
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add the logits (images, classes) and the labels (images,) of a batch; the labels are on the CPU."""
+
+    def top_classes(self, logits: Tensor, probabilities: Tensor, classes: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield the most probable classes of images (images, classes), as columns of predictions.csv."""
+        # Logits, because large probabilities may all be 1; stable, so that the first of equals comes first.
+        order = logits.argsort(dim=1, descending=True, stable=True)[:, :TOP_CLASSES]
+        for indices, values in zip(order.tolist(), probabilities.gather(1, order).tolist(), strict=True):
+            row: dict[str, Any] = {}
+            for rank, (index, value) in enumerate(zip(indices, values, strict=True), start=1):
+                row |= {f"top{rank}": classes[index], **rounded({f"top{rank}_probability": value})}
+            yield row
 
     @staticmethod
     def require_images(images: int) -> None:
@@ -152,7 +221,9 @@ class ClassificationEvaluator(ImageEvaluator):
     ) -> None:
         super().__init__(source, spec, config, num_classes if labels is None else len(labels), labels)
         self.num_classes = num_classes
-        self.classes = [str(index) for index in range(num_classes)] if classes is None else list(classes)
+        names = [str(index) for index in range(num_classes)] if classes is None else classes
+        # Folders may have names that are not valid text.
+        self.classes = list(map(display_name, names))
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
@@ -172,6 +243,27 @@ class ClassificationEvaluator(ImageEvaluator):
         self.calibration.update(logits.softmax(dim=1), labels)
         self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
 
+    def judge(self, logits: Tensor, labels: Tensor) -> Iterator[Judgement]:
+        """See ImageEvaluator.judge; the worst images are those that are wrong with the highest confidence."""
+        probabilities, losses = logits.softmax(dim=1), F.cross_entropy(logits, labels, reduction="none").tolist()
+        guesses = logits.argmax(dim=1)
+        confidences = probabilities.gather(1, guesses[:, None])[:, 0]
+        self.calibration_bins.update(confidences, guesses == labels)
+        tops = self.top_classes(logits, probabilities, self.classes)
+        columns = zip(labels.tolist(), guesses.tolist(), confidences.tolist(), losses, tops, strict=True)
+        for truth, guess, confidence, loss, top in columns:
+            values: dict[str, Any] = {
+                "truth": self.classes[truth],
+                "prediction": self.classes[guess],
+                **rounded({"confidence": confidence}),
+                "correct": int(truth == guess),
+                **rounded({"loss": loss}),
+            }
+            # A confidence that is not a number is the worst.
+            badness = math.inf if values["confidence"] is None else values["confidence"]
+            lines = (f"{self.classes[guess]} {100 * confidence:.1f} %", f"truth: {self.classes[truth]}")
+            yield Judgement(values | top, None if truth == guess else (badness,), lines)
+
     def compute(self, accelerator: Accelerator) -> ClassificationEvaluation:
         confusion = self.confusion.compute().cpu()
         self.require_images(int(confusion.sum()))
@@ -182,4 +274,5 @@ class ClassificationEvaluator(ImageEvaluator):
             loss=self.loss.compute().item(),
             confusion=confusion,
             classes=self.classes,
+            calibration=None if self.recorder is None else self.calibration_bins.gather(),
         )

@@ -29,7 +29,9 @@ CONFIG_FIELDS = {
 }
 
 
-def build_model(config: ModelConfig, num_classes: int, *, new_head: bool = True) -> nn.Module:
+def build_model(
+    config: ModelConfig, num_classes: int, *, new_head: bool = True, option: str = "--model.checkpoint FILE"
+) -> nn.Module:
     """Build the model of a configuration, with its initial weights.
 
     drop_path_rate and img_size are passed only to models that have these arguments.
@@ -39,15 +41,16 @@ def build_model(config: ModelConfig, num_classes: int, *, new_head: bool = True)
         num_classes: Width of its head.
         new_head: Whether the head may be a new one, to be trained, if the checkpoint is for another number of classes:
             that is warned of; False = such a checkpoint is refused.
+        option: What names a checkpoint, for messages.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        OSError: The published weights cannot be fetched.
+        PretrainedWeightsError: The published weights cannot be fetched.
         ValueError: There is no such model or option, or the checkpoint is of another model.
     """
     check_model_name(config.name)
-    if config.pretrained:
-        model = create_published(config.name, lambda: _create(config, num_classes, pretrained=True))
+    if config.pretrained and config.checkpoint is None:
+        model = create_published(config.name, lambda: _create(config, num_classes, pretrained=True), option)
     elif config.checkpoint is None:
         model = _create(config, num_classes)
     elif is_ours(config.name):

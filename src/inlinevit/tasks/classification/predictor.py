@@ -3,17 +3,18 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import get_pretrained_cfg, is_model
 from torch import Tensor
 
+from ...data.pixels import AnyImage, PixelFormat
 from ...engine.evaluator import EvalData
 from ...engine.predictor import Predictor
 from ...engine.results import ClassProbability, shorten_list
@@ -38,28 +39,33 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
 
     Attributes:
         num_classes: Width of its head.
-        classes: Names of its classes, by index; None if they are not known.
+        label_names: Names of its classes in its data, by index, such as WordNet ids; None if they are not known.
         spec: Its input.
     """
 
     num_classes: int
-    classes: list[str] | None
+    label_names: list[str] | None
     spec: InputSpec
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> PixelFormat:
         return self.spec.mode
 
-    def readable_classes(self) -> list[str]:
-        """Return the names of the classes: words for WordNet ids, the index where no name is known."""
-        if self.classes is None:
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the classes, by index: words for WordNet ids, the index where no name is known."""
+        if self.label_names is None:
             return [str(index) for index in range(self.num_classes)]
-        return wordnet_names(self.classes)
+        return wordnet_names(self.label_names)
 
-    def logits(self, images: list[Image.Image], device: torch.device) -> Tensor:
+    @property
+    def to_tensor(self) -> Callable[[AnyImage], Tensor]:
+        return evaluation_transform(self.spec)
+
+    def logits(self, images: list[AnyImage], device: torch.device) -> Tensor:
         """Return the logits (images, classes) of images, in float32 and on the CPU."""
-        transform = evaluation_transform(self.spec)
-        inputs = torch.stack([transform(image) for image in images])
+        to_tensor = self.to_tensor
+        inputs = torch.stack([to_tensor(image) for image in images])
         return self.model(inputs.to(device)).float().cpu()
 
     def ranked(self, probabilities: Tensor, top: int, threshold: float = 0.0) -> list[list[ClassProbability] | None]:
@@ -70,7 +76,7 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
             top: The largest number of classes of an image.
             threshold: Classes with lower probabilities are left out.
         """
-        names = self.readable_classes()
+        names = self.classes
         results: list[list[ClassProbability] | None] = []
         for values, indices in zip(*probabilities.topk(min(top, len(names)), dim=1), strict=True):
             is_kept = values >= threshold
@@ -83,7 +89,7 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
         return f"{self.name}, {self.spec.size} × {self.spec.size} pixels"
 
     def settings(self, options: Any) -> dict[str, Any]:
-        return {"img_size": self.spec.size, "classes": self.classes}
+        return {"img_size": self.spec.size, "classes": self.label_names}
 
     def check_memory(self, batch_size: int) -> None:
         check_batch_memory(self.spec, batch_size)
@@ -93,8 +99,10 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
 class ClassificationPredictor(ImagePredictor):
     """A classifier that is ready to use."""
 
+    options_class = ClassificationPredictOptions
+
     def predict_images(
-        self, images: list[Image.Image], options: ClassificationPredictOptions, device: torch.device
+        self, images: list[AnyImage], options: ClassificationPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
         """See Predictor.predict_images; the most probable classes, the most probable first."""
         return self.ranked(self.logits(images, device).softmax(dim=1), options.top)
@@ -102,8 +110,9 @@ class ClassificationPredictor(ImagePredictor):
     def make_evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
         """See Predictor.evaluator; the classes of the images are matched by name."""
         labels = match_classes(data.source.classes, self)
+        spec = self.spec.with_pixels(data.config)
         return ClassificationEvaluator(
-            data.source, self.spec, data.config, self.num_classes, labels=labels, classes=self.readable_classes()
+            data.source, spec, data.config, self.num_classes, labels=labels, classes=self.classes
         )
 
 
@@ -123,13 +132,13 @@ def match_classes(classes: Sequence[str] | None, predictor: ImagePredictor) -> l
     """
     if classes is None:
         return None
-    known = {name: index for index, name in enumerate(predictor.readable_classes())}
-    known |= {name: index for index, name in enumerate(predictor.classes or [])}
+    known = {name: index for index, name in enumerate(predictor.classes)}
+    known |= {name: index for index, name in enumerate(predictor.label_names or [])}
     unknown = [name for name in classes if name not in known]
     if not unknown:
         return [known[name] for name in classes]
     if len(unknown) == len(classes) == predictor.num_classes:
-        if predictor.classes is not None:
+        if predictor.label_names is not None:
             warnings.warn(
                 f"the model knows other names than {shorten_list(unknown)}: classes are matched by their order",
                 stacklevel=2,
@@ -177,17 +186,22 @@ def load_classifier(
         weights = read_state_dict(file)
         require_finite(weights, file)
         num_classes = classes_of_weights(config.name, weights, file) or num_classes
-        if channels_of_weights(config.name, weights) == 1:
-            config = dataclasses.replace(config, in_chans=1)
+        channels = channels_of_weights(config.name, weights)
+        if run is None and channels is not None:
+            config = dataclasses.replace(config, in_chans=channels)
         del weights
     if num_classes < 2:
         raise ValueError(f"{model} has no classification head: name a checkpoint that has one")
     return ClassificationPredictor(
-        model=build_model(config, num_classes, new_head=False).eval(),
+        model=build_model(
+            config, num_classes, new_head=False, option="--checkpoint FILE, or checkpoint=FILE in Python"
+        ).eval(),
         name=config.name,
+        config=config if run is None else run.config,
         num_classes=num_classes,
-        classes=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
-        spec=input_spec(config),
+        label_names=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
+        spec=input_spec(config, None if run is None else run.config.data),
+        max_pixels=None if run is None else run.config.data.max_pixels,
     )
 
 

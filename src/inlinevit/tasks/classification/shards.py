@@ -14,9 +14,8 @@ from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
-from PIL import Image
-
 from ...data.images import open_image
+from ...data.pixels import AnyImage
 from ...utils.files import is_inside, open_regular, read_json
 from ...utils.validation import has_type
 from .splits import SplitRequest, spellings
@@ -81,7 +80,7 @@ class ShardImages:
     def __len__(self) -> int:
         return len(self.stored)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         sample = self.stored[index]
         if LABEL_KEY not in sample:
             raise ValueError(f"it has no .{LABEL_KEY} beside it")

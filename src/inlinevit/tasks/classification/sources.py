@@ -1,6 +1,7 @@
 """Where labelled images come from: folders, tar files, the embedded set, torchvision, Hugging Face, WebDataset."""
 
 import gzip
+import hashlib
 import io
 import lzma
 import os
@@ -18,6 +19,7 @@ from timm.data import create_dataset
 from timm.utils.misc import natural_key
 
 from ...data.images import image_extensions, open_image
+from ...data.pixels import AnyImage
 from ...utils.files import is_inside, open_regular, read_bytes
 from .config import DataConfig
 from .dataset_cards import refuse_addresses
@@ -27,6 +29,8 @@ from .splits import EVALUATION_NAMES, SPELLINGS, TRAINING_NAMES, SplitRequest, s
 FASHION_MNIST_CLASSES = [
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 ]  # fmt: skip
+# Share of each class that is held out for evaluation if data have no splits.
+DEFAULT_EVAL_SHARE = 0.2
 # A folder with so many files before the first image is not a data set: / and home folders have millions.
 MOST_OTHER_FILES = 100_000
 # Splits of torchvision's data sets by the spellings that timm maps to them; any other name must be one of theirs.
@@ -50,7 +54,7 @@ class ImageSource(Protocol):
     def __len__(self) -> int:
         """Number of images."""
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         """Return an image, not yet decoded, and its label; any error means that the image cannot be used."""
 
     def name(self, index: int) -> str:
@@ -87,7 +91,7 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return open_image(self.files[index]), self.labels[index]
 
     def name(self, index: int) -> str:
@@ -140,7 +144,7 @@ class TarSource:
     def __len__(self) -> int:
         return len(self.names)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         offset, size = self.offsets[index]
         if size < 0:
             raise ValueError("it is a link, a pipe, a device or a sparse file in the tar file, not a regular file")
@@ -179,7 +183,7 @@ class TorchvisionSource:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         image, label = self.samples[index]
         return image, int(label)
 
@@ -221,7 +225,7 @@ class HuggingFaceSource:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         row = self.samples[index]
         stored, label = row[self.image], row[self.label]
         if stored is None or (stored["bytes"] is None and stored["path"] is None):
@@ -249,7 +253,7 @@ class SubsetSource:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return self.source.read(self._place(index))
 
     def name(self, index: int) -> str:
@@ -259,6 +263,57 @@ class SubsetSource:
         return index * len(self.source) // self.count
 
 
+class SelectedSource:
+    """Images of another source, by their indices; `about` says which they are."""
+
+    def __init__(self, source: "FolderSource | TarSource", indices: Sequence[int], about: str) -> None:
+        self.source, self.indices, self.classes, self.about = source, list(indices), source.classes, about
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int) -> tuple[AnyImage, int]:
+        return self.source.read(self.indices[index])
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.indices[index])
+
+
+def hold_out(source: "FolderSource | TarSource", share: float, training: bool) -> SelectedSource:
+    """Return the images of a source without those held out for evaluation, or these.
+
+    Of each class with several images, at least one image is on either side. Names of classes and files decide which: a
+    copy elsewhere is divided in the same way, and further images leave nearly all of the others where they are.
+
+    Args:
+        source: The images.
+        share: Share of each class that is held out.
+        training: Whether to return the images for training or those for evaluation.
+    """
+    paths = source.files if isinstance(source, FolderSource) else source.names
+    by_class: dict[int, list[int]] = {}
+    for index, label in enumerate(source.labels):
+        by_class.setdefault(label, []).append(index)
+    held_out: set[int] = set()
+    for label, indices in by_class.items():
+        title = source.classes[label]
+        indices.sort(key=lambda index: _digest(f"{title}/{os.path.basename(paths[index])}"))
+        held_out.update(indices[: min(max(1, round(share * len(indices))), len(indices) - 1)])
+    # A single class is refused for that reason, when training opens it.
+    if not held_out and not (training and len(by_class) == 1):
+        raise ValueError(
+            "no class has two images, so none can be held out for evaluation: add images, or name those for "
+            "evaluation with --data.eval_path"
+        )
+    chosen = [index for index in range(len(source)) if (index in held_out) != training]
+    return SelectedSource(source, chosen, f"{share:.3g} of each class, held out of training")
+
+
+def _digest(name: str) -> bytes:
+    """Return an order of names that is random and always the same."""
+    return hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
+
+
 def take_subset(source: ImageSource | ShardSource, count: int) -> ImageSource | ShardSource:
     """Return at most this number of images of a source."""
     return source.subset(count) if isinstance(source, ShardSource) else SubsetSource(source, count)
@@ -266,6 +321,8 @@ def take_subset(source: ImageSource | ShardSource, count: int) -> ImageSource | 
 
 def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Path]]:
     """Return the files with several images, and the folders of class folders, that a source reads from."""
+    if isinstance(source, SelectedSource):
+        return source_paths(source.source)
     if isinstance(source, ShardSource):
         return [str(shard) for shard in source.shards], []
     if isinstance(source, TarSource):
@@ -302,6 +359,11 @@ def open_source(config: DataConfig, training: bool) -> ImageSource | ShardSource
         ValueError: They have no such split, or cannot be read; or the images for training have one class only.
     """
     source = _open_split(config, SplitRequest(config.train_split if training else config.eval_split, training))
+    if training and config.eval_share is not None and not isinstance(source, SelectedSource):
+        raise ValueError(
+            f"data.eval_share is {config.eval_share:g}, but nothing has to be held out of {config.path}, because there "
+            "are images for evaluation: leave it out"
+        )
     if training and source.classes is not None and len(source.classes) < 2:
         raise ValueError(
             f"{config.path} holds one class ({source.classes[0]}): it should hold a folder of images for each "
@@ -328,17 +390,22 @@ def _open_split(config: DataConfig, request: SplitRequest) -> ImageSource | Shar
         # Only the name itself may look like an address; joined with a folder, it would no longer.
         place = name if config.root is None else str(Path(config.root) / name)
         return find_shards(place, request, request.training or is_eval_path)
-    part = find_part(Path(path), request, is_eval_path)
-    return FolderSource(part) if part.is_dir() else TarSource(part)
+    may_hold_out = config.eval_path is None
+    part = find_part(Path(path), request, is_eval_path, may_hold_out)
+    source = FolderSource(part) if part.is_dir() else TarSource(part)
+    if part == Path(path) and may_hold_out:
+        return hold_out(source, config.eval_share or DEFAULT_EVAL_SHARE, request.training)
+    return source
 
 
-def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
+def find_part(path: Path, request: SplitRequest, is_eval_path: bool, may_hold_out: bool = False) -> Path:
     """Return the folder or tar file of one split of a data set; the path itself if it is not divided.
 
     Args:
         path: The data set.
         request: The split.
         is_eval_path: Whether the path was given for evaluation alone.
+        may_hold_out: Whether the part for evaluation of a data set that is not divided is held out of it.
 
     Raises:
         FileNotFoundError: There is nothing at the path.
@@ -362,7 +429,7 @@ def find_part(path: Path, request: SplitRequest, is_eval_path: bool) -> Path:
         message = request.missing(str(path), splits)
         raise ValueError(message if request.training else f"{message}, or name other images with --data.eval_path")
     request.require_undivided(str(path))
-    if request.training or is_eval_path:
+    if request.training or is_eval_path or may_hold_out:
         return path
     raise ValueError(
         f"{path} has no split called val, validation or test: name the images for evaluation with --data.eval_path"

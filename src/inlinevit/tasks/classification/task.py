@@ -1,5 +1,7 @@
 """Classification as a task."""
 
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -9,12 +11,15 @@ from torch import Tensor, nn
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
+from ...engine.config import PixelConfig
 from ...engine.evaluator import EvalData
 from ...engine.runs import Run
 from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.validation import require
 from .. import TASKS
+from ..describe import describe_start
+from ..pixels import MOST_MEASURED, settle_pixels
 from .config import (
     AugmentConfig,
     ClassificationConfig,
@@ -33,7 +38,7 @@ from .predictor import (
     find_classification_run,
     load_classifier,
 )
-from .shards import ShardSource
+from .shards import ShardImages, ShardSource
 from .sources import ImageSource, match_labels, open_source, source_paths
 from .transforms import input_spec, training_transform
 
@@ -44,12 +49,14 @@ class Teacher(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, config: DistillationConfig, student: ModelConfig, num_classes: int) -> None:
+    def __init__(
+        self, config: DistillationConfig, student: ModelConfig, num_classes: int, data: PixelConfig | None = None
+    ) -> None:
         super().__init__()
         assert config.teacher is not None
         check_model_name(config.teacher)
         self.config = config
-        inputs = input_spec(student)
+        inputs = input_spec(student, data)
         model = ModelConfig(
             name=config.teacher,
             img_size=inputs.size,
@@ -64,9 +71,11 @@ class Teacher(nn.Module):
             f"the teacher {config.teacher} has {known} classes, but the data have {num_classes}: name the file "
             "of one that was trained on them with --distillation.checkpoint",
         )
-        self.model = build_model(model, num_classes, new_head=False).eval().requires_grad_(False)
+        built = build_model(model, num_classes, new_head=False, option="--distillation.checkpoint FILE")
+        self.model = built.eval().requires_grad_(False)
         # The student's images are normalised for the student; the teacher may expect another mean and std.
-        own = input_spec(model)
+        # Of other bands than its own it is not known what the teacher expects, so they are as the student's.
+        own = input_spec(model, None if student.in_chans in (1, 3) else data)
         mean, std, own_mean, own_std = (
             torch.tensor(values).view(-1, 1, 1) for values in (inputs.mean, inputs.std, own.mean, own.std)
         )
@@ -88,6 +97,7 @@ class ImageTask(Task):
     """A task with labels of whole images; its config has `data`, `augment` and `model`."""
 
     train_source: ImageSource | ShardSource
+    eval_source: ImageSource | ShardSource
     # Width of the head.
     num_classes: int
     # Labels of the training data are below this: the number of classes, or of rows in a table of targets.
@@ -96,12 +106,29 @@ class ImageTask(Task):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_model_name(config.model.name)
-        self.spec = input_spec(config.model)
+        self.spec = input_spec(config.model, config.data)
         self.transform = training_transform(config.augment, self.spec)
         self.unreadable = UnreadableCounter(config.data.max_unreadable)
 
+    def settle_inputs(self) -> None:
+        """Find range and normalisation where the config leaves them open, once the training data are open."""
+        config, source = self.config, self.train_source
+        if isinstance(source, ShardSource):
+            stored: list[dict[str, Any]] = []
+            # What is wrong with a shard is reported when it is its turn.
+            with suppress(OSError, ValueError):
+                stored.extend(islice(source.read(0), MOST_MEASURED))
+            source = ShardImages(stored)
+        settle_pixels(config.data, config.model.in_chans, len(source), lambda index: source.read(index)[0])
+        self.spec = input_spec(config.model, config.data)
+        self.transform = training_transform(config.augment, self.spec)
+
     def build_model(self) -> nn.Module:
         return build_model(self.config.model, self.num_classes)
+
+    def describe(self) -> str:
+        name = f"{self.config.model.name} for {self.num_classes} classes"
+        return describe_start(name, self.config, self.train_source, self.eval_source)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
         """See Task.train_loader: images, labels, problems."""
@@ -127,6 +154,7 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
         # Mixup pairs the images of a batch.
         self.batch_multiple = 2 if config.augment.mixes else 1
         self.train_source = open_source(config.data, training=True)
+        self.settle_inputs()
         self.classes = self.train_source.classes
         self.eval_source = open_source(config.data, training=False)
         self.eval_labels = match_labels(self.eval_source, self.classes)
@@ -144,7 +172,9 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
             self.check_run_output([*source_paths(source)[0], *weights])
         self.mixup = make_mixup(config.augment, self.num_classes)
         self.teacher = (
-            Teacher(config.distillation, config.model, self.num_classes) if config.distillation.teacher else None
+            Teacher(config.distillation, config.model, self.num_classes, config.data)
+            if config.distillation.teacher
+            else None
         )
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, list[str]]) -> Tensor:

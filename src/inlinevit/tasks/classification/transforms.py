@@ -1,7 +1,7 @@
 """From an image to the input of a model: the same for training, evaluation and prediction, but for augmentation."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +13,10 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor
 from torchvision import transforms
 
+from ...data.pixels import PixelFormat, PixelRange, image_to_tensor
+from ...engine.config import PixelConfig
 from ...utils.validation import FRACTION, Range, require
+from ..pixels import mean_std_of, pixel_format
 from .config import AugmentConfig, ModelConfig
 
 # The parts of timm's policies, by name, with their numbers; timm ignores others without a warning.
@@ -40,6 +43,8 @@ class InputSpec:
         interpolation: How images are resized.
         crop_pct: Side of the centre crop for evaluation, relative to the image's.
         crop_mode: timm's name of how evaluation crops: center, squash or border.
+        bands: Which bands of images it gets; see PixelFormat.
+        range: Which values of images become black and white; see PixelFormat.
     """
 
     size: int
@@ -48,34 +53,51 @@ class InputSpec:
     interpolation: str
     crop_pct: float
     crop_mode: str
+    bands: tuple[int, ...] | None = None
+    range: PixelRange = "auto"
 
     @property
-    def mode(self) -> str:
-        """Pillow's name of the colour mode: RGB, or L for grey."""
-        return "L" if len(self.mean) == 1 else "RGB"
+    def mode(self) -> PixelFormat:
+        """How images are converted."""
+        return PixelFormat(len(self.mean), self.bands, self.range)
+
+    def with_pixels(self, data: PixelConfig) -> "InputSpec":
+        """Return the same input with the bands and the range of a data config."""
+        pixels = pixel_format(data, len(self.mean))
+        return replace(self, bands=pixels.bands, range=pixels.range)
 
 
-def input_spec(config: ModelConfig) -> InputSpec:
-    """Return the input of a model: what it was made for, unless the configuration says otherwise."""
+def input_spec(config: ModelConfig, data: PixelConfig | None = None) -> InputSpec:
+    """Return the input of a model: what it was made for, unless the configuration says otherwise.
+
+    Args:
+        config: The model.
+        data: Bands, range and normalisation of the run; None = there is no run.
+    """
     made_for = get_pretrained_cfg(config.name)
-    asked = {"in_chans": config.in_chans, "crop_pct": config.crop_pct, "img_size": config.img_size}
+    asked = {"in_chans": 3, "crop_pct": config.crop_pct, "img_size": config.img_size}
     spec = resolve_data_config(asked, pretrained_cfg=made_for.to_dict() if made_for else {})
-    if config.in_chans == 1:
-        spec.update(mean=(0.5,), std=(0.5,))
-    mean, std = tuple(spec["mean"]), tuple(spec["std"])
-    return InputSpec(spec["input_size"][-1], mean, std, spec["interpolation"], spec["crop_pct"], spec["crop_mode"])
+    mean, std = mean_std_of(data, config.in_chans, lambda: (spec["mean"], spec["std"]))
+    inputs = InputSpec(spec["input_size"][-1], mean, std, spec["interpolation"], spec["crop_pct"], spec["crop_mode"])
+    return inputs if data is None else inputs.with_pixels(data)
 
 
 class Normalized:
-    """From an image to a normalised tensor (channels, height, width), as torchvision's ToTensor and Normalize."""
+    """From an image or a tensor of bytes to a normalised tensor (channels, height, width).
+
+    The same as torchvision's ToTensor and Normalize.
+    """
 
     def __init__(self, spec: InputSpec) -> None:
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
 
-    def __call__(self, image: Image.Image) -> Tensor:
+    def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Return the image's tensor."""
-        pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
-        values = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        if isinstance(image, Tensor):
+            values = image.to(torch.float32, copy=True)
+        else:
+            pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
+            values = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
         return values.div_(255).sub_(self.mean).div_(self.std)
 
 
@@ -111,7 +133,12 @@ def training_transform(augment: AugmentConfig, spec: InputSpec) -> Any:
         steps[:1] = [transforms.Resize((spec.size, spec.size), transforms.InterpolationMode.BICUBIC)]
         if augment.crop_padding:
             steps[1:1] = [transforms.RandomCrop(spec.size, padding=augment.crop_padding)]
-    return transforms.Compose(steps)
+    return _composed(steps, spec)
+
+
+def _composed(steps: list[Any], spec: InputSpec) -> Any:
+    """Compose steps; with other channels than Pillow's images have, they get tensors."""
+    return transforms.Compose(steps if len(spec.mean) in (1, 3) else [image_to_tensor, *steps])
 
 
 def check_policy(policy: str) -> None:
@@ -155,7 +182,7 @@ def evaluation_transform(spec: InputSpec) -> Any:
         crop_pct=spec.crop_pct,
         crop_mode=spec.crop_mode,
     )
-    return transforms.Compose(_with_own_normalization(transform.transforms, spec))
+    return _composed(_with_own_normalization(transform.transforms, spec), spec)
 
 
 def _with_own_normalization(steps: list[Any], spec: InputSpec) -> list[Any]:

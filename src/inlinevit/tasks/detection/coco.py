@@ -13,14 +13,23 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from pycocotools import mask as coco_masks
 from torch import Tensor
 
-from ...data.images import convert_mode, decompression_bomb_limit, describe_image_error, has_valid_size, open_image
+from ...data.images import (
+    convert_mode,
+    decode_image,
+    decompression_bomb_limit,
+    describe_image_error,
+    has_valid_size,
+    open_image,
+)
+from ...data.pixels import AnyImage, PixelFormat
 from ...engine.results import shorten_list
 from ...utils.files import read_json
 from ...utils.validation import shorten
+from ..pixels import pixel_format
 from .config import DetectionDataConfig
 
 # A record of an image, an annotation or a category, as it is in the file.
@@ -50,15 +59,18 @@ class CocoSource:
         file: The annotations, COCO's instances_*.json.
         folder: The images.
         limit: Take so many images, those with the lowest ids; None = all.
+        max_pixels: Images with more pixels are refused; None = Pillow's limit.
 
     Attributes:
+        mode: The bands and values of images that the model gets.
         images: COCO's records of the images, in the order of their ids.
         categories: In the order of their ids. The label of a category is its place + 1; 0 is background.
         without_area: Ids of the annotations that cannot be learned from, for their box or their mask has no area.
     """
 
-    def __init__(self, file: Path, folder: Path, limit: int | None = None) -> None:
-        self.file, self.folder = file, folder
+    def __init__(self, file: Path, folder: Path, limit: int | None = None, max_pixels: int | None = None) -> None:
+        self.file, self.folder, self.max_pixels = file, folder, max_pixels
+        self.mode = PixelFormat()
         try:
             content = read_json(file)
         except ValueError as error:
@@ -77,7 +89,7 @@ class CocoSource:
         self.labels = {category.id: place + 1 for place, category in enumerate(self.categories)}
         self.images = [record for _, record in sorted(images.items())][:limit]
         for record in self.images:
-            _refuse(_image_problem(record), f"image {record['id']} in {file}")
+            _refuse(_image_problem(record, max_pixels), f"image {record['id']} in {file}")
         self._require_files()
         self._objects, self.without_area = self._gather(annotations, images)
 
@@ -129,8 +141,12 @@ class CocoSource:
         record = self.images[index]
         return f"{self.folder / _short(record)} (image id {record['id']})"
 
-    def read_image(self, index: int) -> Image.Image:
-        """Return an image in RGB, of the size that its record says.
+    def open_image(self, index: int) -> AnyImage:
+        """Open an image; it is not decoded yet."""
+        return open_image(self.folder / self.images[index]["file_name"])
+
+    def read_image(self, index: int) -> AnyImage:
+        """Return an image in its mode, of the size that its record says.
 
         Annotations are for the pixels as they are stored. Only where the record's size says that they are for the image
         turned as its EXIF data say, it is turned.
@@ -138,13 +154,14 @@ class CocoSource:
         record = self.images[index]
         size = record["width"], record["height"]
         try:
-            with decompression_bomb_limit(), open_image(self.folder / record["file_name"]) as opened:
-                image = opened if opened.size == size else ImageOps.exif_transpose(opened)
+            with decompression_bomb_limit(self.max_pixels), self.open_image(index) as opened:
+                convert = convert_mode if opened.size == size else decode_image
+                image = convert(opened, self.mode)
                 if image.size != size:
                     raise ValueError(
                         f"it has {opened.width} × {opened.height} pixels, but {size[0]} × {size[1]} by its record"
                     )
-                return convert_mode(image, "RGB", stored=opened)
+                return image
         # A broken file can make Pillow raise anything.
         except Exception as error:
             problem = describe_image_error(self.name(index), error)
@@ -173,6 +190,14 @@ class CocoSource:
             "labels": torch.tensor(labels, dtype=torch.int64),
             "masks": torch.from_numpy(np.ascontiguousarray(masks.transpose(2, 0, 1))),
         }
+
+    def annotations(self, index: int) -> list[Record]:
+        """Return what the file says of the objects of an image, with crowds; masks are compressed RLE."""
+        image = self.images[index]
+        return [
+            {**annotation, "segmentation": _encode(annotation["segmentation"], image)}
+            for annotation in self._objects[index]
+        ]
 
     def ground_truth(self) -> dict[str, list[Record]]:
         """COCO's images, annotations and categories for evaluation: all that the file says of the images taken.
@@ -210,8 +235,8 @@ class PackedLists:
         return pickle.loads(memoryview(self.block)[self.ends[index] : self.ends[index + 1]])
 
 
-def open_coco(config: DetectionDataConfig, training: bool) -> CocoSource:
-    """The images and annotations for training or for evaluation.
+def open_coco(config: DetectionDataConfig, training: bool, channels: int = 3) -> CocoSource:
+    """The images and annotations for training or for evaluation of a model with this number of channels.
 
     Objects without area are left out of training with a warning; evaluation keeps them, as COCO does.
     """
@@ -226,7 +251,8 @@ def open_coco(config: DetectionDataConfig, training: bool) -> CocoSource:
     if not folder.is_dir():
         splits = f" ({_splits(home)})" if images is None else ""
         raise FileNotFoundError(f"no folder of images at {folder}{splits}: {layout}_folder")
-    source = CocoSource(file, folder, values[f"max_{part}_samples"])
+    source = CocoSource(file, folder, values[f"max_{part}_samples"], config.max_pixels)
+    source.mode = pixel_format(config, channels)
     if training and source.without_area:
         ids = shorten_list(list(map(str, sorted(source.without_area))), 5)
         warnings.warn(
@@ -287,7 +313,7 @@ def are_numbers(values: Any, limit: float = sys.float_info.max) -> TypeGuard[lis
     return max(map(abs, values), default=0) <= limit and math.isfinite(sum(values))
 
 
-def _image_problem(image: Record) -> str:
+def _image_problem(image: Record, max_pixels: int | None = None) -> str:
     """Return what is wrong, as a sentence without its subject; "" = nothing."""
     file_name, width, height = (image.get(key) for key in ("file_name", "width", "height"))
     if not isinstance(file_name, str):
@@ -298,8 +324,12 @@ def _image_problem(image: Record) -> str:
         return f"has the width {width!r:.80} and the height {height!r:.80}: give the size of {_short(image)} in pixels"
     if not has_valid_size((width, height)):
         return f"has {width} × {height} pixels, which show nothing: remove it"
-    if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
-        return f"has {width} × {height} pixels, more than Pillow's decompression-bomb limit: cut it into smaller ones"
+    limit = max_pixels or Image.MAX_IMAGE_PIXELS
+    if limit is not None and width * height > limit:
+        return (
+            f"has {width} × {height} pixels, more than the limit of {limit}: allow more with --max-pixels "
+            f"{width * height}, or cut it into smaller ones"
+        )
     return ""
 
 

@@ -164,6 +164,7 @@ class DetectionConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         refuse_layer_decay(self)
+        self.data.check_channels(self.model.in_chans)
 
 
 @dataclass(kw_only=True)
@@ -174,10 +175,18 @@ class DetectionEvalOptions(EvalOptions):
     results: list[str] | None = None
     """Evaluate the results in these files, in COCO's format, instead of a model; boxes and masks may be in files of
     their own."""
+    threshold: float | None = None
+    """Score from which a detection counts in predictions.csv and evaluation.html; null = 0.5. COCO's metrics have no
+    threshold."""
 
     def __post_init__(self) -> None:
+        if self.threshold is not None:
+            check_value("threshold", self.threshold, float, Range(0, 1))
+            require(
+                self.output is not None, "--threshold is for the files of an evaluation: name a folder with --output"
+            )
         given = {name: vars(self)[name] for name in ("checkpoint", "precision", "device")}
-        given["data.workers"] = self.data.workers
+        given |= {f"data.{name}": vars(self.data)[name] for name in ("workers", "bands", "range")}
         unused = [name for name, value in given.items() if value not in (None, "no")]
         require(
             not self.results or not unused,

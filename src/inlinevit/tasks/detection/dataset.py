@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...data.batch_plan import BatchPlan
 from ...data.loader import ShuffledLoader, TrainLoader
+from ...data.pixels import image_to_tensor
 from ...data.samplers import GroupedSampler, ShardedSampler
+from ..backbone import MEAN_COLOR
 from .coco import CocoSource
 from .config import DetectionAugmentConfig, DetectionDataConfig
 from .transforms import Sample, Transform, as_tv_tensors, paste_objects, training_transform
@@ -38,7 +39,7 @@ class DetectionSamples(Dataset[Sample]):
 
     def draw(self, index: int) -> Sample:
         """Return an augmented image and its objects."""
-        image, target = pil_to_tensor(self.source.read_image(index)), self.source.read_target(index)
+        image, target = image_to_tensor(self.source.read_image(index)), self.source.read_target(index)
         return self.transform(*as_tv_tensors(image, target))
 
 
@@ -59,9 +60,10 @@ def make_train_loader(
     config: DetectionDataConfig,
     seed: int,
     plan: BatchPlan,
+    color: list[int] = MEAN_COLOR,
 ) -> TrainLoader:
-    """Return the batches (images, targets) of one process, in an order that the seed decides."""
-    samples = DetectionSamples(source, training_transform(augment), augment.copy_paste)
+    """Return the batches (images, targets) of one process, in an order that the seed decides; padding has a colour."""
+    samples = DetectionSamples(source, training_transform(augment, color), augment.copy_paste)
     order: ShardedSampler
     # All squares of large-scale jitter have the same size.
     if config.group_by_aspect and augment.scale_jitter is None:

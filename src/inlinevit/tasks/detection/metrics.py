@@ -5,31 +5,35 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from PIL import Image
 from pycocotools import mask as coco_masks
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.ops import box_convert
-from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.pixels import AnyImage, image_to_tensor, preview
 from ...engine.evaluator import Evaluation
+from ...engine.records import rounded, to_picture
 from ...engine.results import percent
 from ...utils.atomic import atomic_write_bytes, finite
 from ...utils.files import read_json
 from ..dense import SingleImageEvaluator
 from .coco import Category, CocoSource, Record, are_numbers, box_problem, rle_problem
+from .visualize import draw_objects
 
 # COCO's names for boxes and masks.
 PARTS = {"box": "bbox", "mask": "segm"}
@@ -37,6 +41,11 @@ FIELDS = {"box": "bbox", "mask": "segmentation"}
 # COCO's twelve numbers in the order of its summary: s, m and l are small, medium and large objects.
 NUMBERS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 MASK_THRESHOLD = 0.5
+# In predictions.csv, an object is found if a detection overlaps it by this much.
+MATCH_IOU = 0.5
+SCORE_THRESHOLD = 0.5
+# What images that cannot be read are replaced by in pictures.
+BLANK = (127, 127, 127)
 # The files of results, for boxes (bbox) and masks (segm).
 RESULTS_JSON = "results_{}.json"
 
@@ -53,6 +62,10 @@ class DetectionEvaluation(Evaluation):
         images: How many images were evaluated.
         results: What was evaluated, in COCO's results format; None = it is not to be written.
     """
+
+    worst_caption: ClassVar[str] = (
+        "The images with the lowest F1 at an IoU of 0.5; among equals, those with the most mistakes."
+    )
 
     metrics: dict[str, dict[str, float]]
     class_ap: dict[str, list[float]]
@@ -107,6 +120,7 @@ class DetectionEvaluator(SingleImageEvaluator):
         categories: The category of each of the model's labels 1, 2, …; None = those of the source.
         keep_results: Whether the evaluation is to have the results.
         results: Evaluate these results instead of a model's.
+        threshold: Detections with lower scores do not count in the records of single images.
     """
 
     def __init__(
@@ -117,17 +131,18 @@ class DetectionEvaluator(SingleImageEvaluator):
         categories: Sequence[Category] | None = None,
         keep_results: bool = False,
         results: list[Record] | None = None,
+        threshold: float = SCORE_THRESHOLD,
     ) -> None:
         super().__init__(source, workers)
-        self.keep_results, self.results = keep_results, results
+        self.keep_results, self.results, self.threshold = keep_results, results, threshold
         self.categories = source.categories if categories is None else categories
 
     def loader(self, process: int, processes: int) -> Iterable[tuple[int, Tensor]]:
         return super().loader(process, processes) if self.results is None else []
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        """Return the index and the image (3, height, width) uint8."""
-        return index, pil_to_tensor(self.source.read_image(index))
+        """Return the index and the image (channels, height, width) uint8."""
+        return index, image_to_tensor(self.source.read_image(index))
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
@@ -138,7 +153,65 @@ class DetectionEvaluator(SingleImageEvaluator):
         answer = detect(model, image.to(self.device, non_blocking=True))
         height, width = image.shape[-2:]
         image_id = self.source.images[index]["id"]
-        self.found.append((index, to_results(answer, image_id, (height, width), self.categories)))
+        results = to_results(answer, image_id, (height, width), self.categories)
+        self.found.append((index, results))
+        self.record(index, results, partial(to_picture, image))
+
+    def record(self, index: int, results: Sequence[Record], read: Callable[[], AnyImage]) -> None:
+        """Record an image with its results, if single images are recorded; `read` returns the image."""
+        if self.recorder is None:
+            return
+        truth = self.source.annotations(index)
+        chosen = [result for result in results if result["score"] >= self.threshold]
+        right, wrong, missed = count_matches(chosen, truth)
+        objects = [one for one in truth if not one.get("iscrowd")]
+        mistakes, total = wrong + missed, 2 * right + wrong + missed
+        # Nothing to find and nothing found is right.
+        f1 = 2 * right / total if total else 1.0
+        values = {
+            "image_id": self.source.images[index]["id"],
+            "objects": len(objects),
+            "detections": len(chosen),
+            "tp": right,
+            "fp": wrong,
+            "fn": missed,
+            **rounded(
+                {
+                    "precision": right / (right + wrong) if right + wrong else math.nan,
+                    "recall": right / (right + missed) if right + missed else math.nan,
+                    "f1": f1,
+                }
+            ),
+        }
+
+        def draw() -> dict[str, Image.Image]:
+            image = preview(read())
+            return {
+                name: draw_objects(image, drawn, self.source.categories)
+                for name, drawn in (("truth", objects), ("prediction", chosen))
+            }
+
+        file = str(self.source.folder / self.source.images[index]["file_name"])
+        lines = (f"F1 {percent(f1)} %: {right} found, {wrong} wrong, {missed} missed",)
+        badness = (1 - f1, float(mistakes)) if mistakes else None
+        self.recorder.add(index, file, values, badness=badness, lines=lines, draw=draw)
+
+    def record_stored(self) -> None:
+        """Record all images with stored results; images that cannot be read are drawn blank."""
+        results, by_image = self.results or [], dict[int, list[Record]]()
+        # Boxes and masks may come from two files: then every object is there twice.
+        for result in [one for one in results if "bbox" in one] or results:
+            by_image.setdefault(result["image_id"], []).append(result)
+        for index, image in enumerate(self.source.images):
+            self.record(index, by_image.get(image["id"], []), partial(self.read_or_blank, index))
+
+    def read_or_blank(self, index: int) -> Image.Image:
+        """Return an image, or a grey one of its size: stored results can be evaluated without images."""
+        image = self.source.images[index]
+        try:
+            return self.source.read_image(index)
+        except ValueError:
+            return Image.new("RGB", (image["width"], image["height"]), BLANK)
 
     def compute(self, accelerator: Accelerator) -> DetectionEvaluation:
         """See Evaluator.compute; one process computes the metrics, which takes minutes for COCO."""
@@ -149,6 +222,8 @@ class DetectionEvaluator(SingleImageEvaluator):
             results = [result for _, found in by_image for result in found]
         outcome: list[Any] = [None]
         if accelerator.is_main_process:
+            if self.results is not None:
+                self.record_stored()
             evaluation = coco_metrics(self.source.ground_truth(), results)
             outcome = [replace(evaluation, results=results if self.keep_results else None)]
         (evaluation,) = broadcast_object_list(outcome)
@@ -161,7 +236,7 @@ def detect(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
 
     Args:
         model: The detector, in evaluation mode.
-        image: (3, height, width) uint8, where the model is.
+        image: (channels, height, width) uint8, where the model is.
 
     Returns:
         Boxes (objects, 4), labels (objects,), scores (objects,) and masks (objects, 1, side, side).
@@ -191,6 +266,39 @@ def to_results(
         {"image_id": image_id, "category_id": number, "bbox": box, "score": score, "segmentation": rle}
         for number, box, score, rle in objects
     ]
+
+
+def count_matches(results: Sequence[Record], truth: Sequence[Record]) -> tuple[int, int, int]:
+    """Count the detections of an image that find an object, those that do not, and the objects that none finds.
+
+    Each object is found by at most one detection of its category, the highest score first, with an IoU of at least
+    0.5 of boxes or, if there are none, of masks. As in COCO, detections in crowds do not count.
+
+    Args:
+        results: The detections in COCO's results format.
+        truth: COCO's annotations of the image, with masks as compressed RLE.
+    """
+    right = wrong = missed = 0
+    for category in {one["category_id"] for one in (*results, *truth)}:
+        found = sorted((one for one in results if one["category_id"] == category), key=lambda one: -one["score"])
+        objects = [one for one in truth if one["category_id"] == category]
+        crowds = np.array([bool(one.get("iscrowd")) for one in objects], bool)
+        part = FIELDS["box" if all("bbox" in one for one in found) else "mask"]
+        overlaps = np.zeros((len(found), len(objects)))
+        if found and objects:
+            overlaps = np.nan_to_num(
+                coco_masks.iou([one[part] for one in found], [one[part] for one in objects], crowds)
+            )
+        is_found = np.zeros(len(objects), bool)
+        for row in overlaps:
+            free = np.where(is_found | crowds, -1.0, row)
+            if len(objects) and free.max() >= MATCH_IOU:
+                is_found[free.argmax()] = True
+                right += 1
+            elif not (row[crowds] >= MATCH_IOU).any():
+                wrong += 1
+        missed += int((~is_found & ~crowds).sum())
+    return right, wrong, missed
 
 
 def encode_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Iterator[Record]:

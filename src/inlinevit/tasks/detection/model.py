@@ -14,6 +14,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign
 
 from ..backbone import build_on_backbone, checkpoint_backbone, mean_and_std, undecayed_weights
+from ..pixels import MeanStd
 from .cascade import BOX_WEIGHTS, IOU_THRESHOLDS, CascadeRoIHeads
 from .config import DetectorConfig
 from .pyramid import PyramidBackbone
@@ -76,9 +77,12 @@ class PyramidRCNN(MaskRCNN):
         backbone: The pyramid.
         config: The heads, and which detections are returned.
         num_classes: Categories, without background.
+        mean_std: What images are normalised by; None = what the backbone was made for.
     """
 
-    def __init__(self, backbone: PyramidBackbone, config: DetectorConfig, num_classes: int) -> None:
+    def __init__(
+        self, backbone: PyramidBackbone, config: DetectorConfig, num_classes: int, mean_std: MeanStd | None = None
+    ) -> None:
         anchors = [config.anchor_size * 2**level for level in range(5)]
         heads = make_heads(config, num_classes)
         super().__init__(
@@ -95,7 +99,7 @@ class PyramidRCNN(MaskRCNN):
             if config.arch == "mask_rcnn"
             else CascadeRoIHeads([heads, *(make_heads(config, num_classes, stage) for stage in (1, 2))])
         )
-        mean, std = map(list, mean_and_std(config.backbone))
+        mean, std = map(list, mean_std or mean_and_std(config))
         # Training images are resized by the augmentation.
         self.transform = DetectorTransform(config.min_size, config.max_size, mean, std, _skip_resize=True)
 
@@ -157,11 +161,11 @@ def cascade_mask_rcnn(backbone: str, num_classes: int, **options: Any) -> Pyrami
     return build_detector(DetectorConfig(arch="cascade_mask_rcnn", backbone=backbone, **options), num_classes)
 
 
-def build_detector(config: DetectorConfig, num_classes: int) -> PyramidRCNN:
-    """Build a detector for `num_classes` categories, without background; see build_on_backbone() for errors."""
+def build_detector(config: DetectorConfig, num_classes: int, mean_std: MeanStd | None = None) -> PyramidRCNN:
+    """Build a detector; see PyramidRCNN for arguments, and build_on_backbone() for errors."""
 
     def assemble(body: nn.Module) -> PyramidRCNN:
         backbone = PyramidBackbone(body, config.channels, frozen_stages=config.frozen_stages)
-        return PyramidRCNN(backbone, config, num_classes)
+        return PyramidRCNN(backbone, config, num_classes, mean_std)
 
     return build_on_backbone(config, assemble, prefix=BODY, by_class=BY_CLASS)

@@ -1,23 +1,23 @@
 """Detectors that are ready to use, from a training run; and stored results in place of a detector."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
-from torch import nn
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torch import Tensor, nn
 
+from ...data.pixels import AnyImage, image_to_tensor, preview
 from ...engine.evaluator import EvalData
 from ...engine.predictor import DrawingPredictor, Rendering
 from ...engine.results import shorten_list
 from ...engine.runs import Run, open_run
 from ...utils.validation import require
-from ..backbone import load_trained
+from ..backbone import load_trained, mean_and_std
+from ..pixels import pixel_format
 from .coco import Category, CocoSource, Record
-from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions, DetectorConfig
-from .metrics import DetectionEvaluator, detect, read_results, to_results
+from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions
+from .metrics import SCORE_THRESHOLD, DetectionEvaluator, detect, read_results, to_results
 from .model import build_detector
 from .visualize import draw_objects
 
@@ -27,59 +27,77 @@ OBJECTS_SHOWN = 3
 
 @dataclass
 class DetectionPredictor(DrawingPredictor[list[Record]]):
-    """A detector that is ready to use; its results are objects in COCO's results format.
+    """A detector that is ready to use; its results are objects in COCO's results format, with names of categories.
 
     Attributes:
+        config: The run that it comes from.
         categories: The categories of its labels 1, 2, …, with the ids of the data that it was trained on.
-        config: The detector.
     """
 
+    config: DetectionConfig
     categories: list[Category]
-    config: DetectorConfig
 
+    options_class = DetectionPredictOptions
     drawing_suffixes: ClassVar[dict[str, str]] = {"drawing": ".png"}
 
+    @property
+    def classes(self) -> list[str]:
+        """The names of the categories: the first is that of label 1."""
+        return [category.name for category in self.categories]
+
+    @property
+    def to_tensor(self) -> Callable[[AnyImage], Tensor]:
+        """See Predictor.to_tensor; the detector, which takes a list of these, resizes and normalises them itself."""
+        return float_tensor
+
     def predict_images(
-        self, images: list[Image.Image], options: DetectionPredictOptions, device: torch.device
+        self, images: list[AnyImage], options: DetectionPredictOptions, device: torch.device
     ) -> list[list[Record] | None]:
         """See Predictor.predict_images; objects with at least the threshold, the highest score first."""
         return [self.find_objects(image, options.threshold, device) for image in images]
 
-    def find_objects(self, image: Image.Image, threshold: float, device: torch.device) -> list[Record] | None:
+    def find_objects(self, image: AnyImage, threshold: float, device: torch.device) -> list[Record] | None:
         """Return the objects in an image; None if a score or a box is not finite."""
-        answer = detect(self.model, pil_to_tensor(image).to(device))
+        answer = detect(self.model, image_to_tensor(image).to(device))
         if not all(bool(answer[name].isfinite().all()) for name in ("boxes", "scores")):
             return None
         chosen = {name: values[answer["scores"] >= threshold] for name, values in answer.items()}
-        objects = to_results(chosen, 0, (image.height, image.width), self.categories)
-        return sorted(objects, key=lambda one: one["score"], reverse=True)
-
-    def render(self, image: Image.Image, result: list[Record]) -> Rendering:
         names = {category.id: category.name for category in self.categories}
         keys = ("category_id", "score", "bbox", "segmentation")
-        objects = [{"category": names[one["category_id"]], **{key: one[key] for key in keys}} for one in result]
-        shown = [f"{one['category']} {100 * one['score']:.0f} %" for one in objects]
-        count = f"{len(objects)} object{'' if len(objects) == 1 else 's'}"
+        results = to_results(chosen, 0, (image.height, image.width), self.categories)
+        objects = [{"category": names[one["category_id"]], **{key: one[key] for key in keys}} for one in results]
+        return sorted(objects, key=lambda one: one["score"], reverse=True)
+
+    def render(self, image: AnyImage, result: list[Record]) -> Rendering:
+        shown = [f"{one['category']} {100 * one['score']:.0f} %" for one in result]
+        count = f"{len(result)} object{'' if len(result) == 1 else 's'}"
         summary = f"{count}{': ' if shown else ''}{shorten_list(shown, OBJECTS_SHOWN)}"
-        return Rendering({"drawing": draw_objects(image, result, self.categories)}, {"objects": objects}, summary)
+        drawing = draw_objects(preview(image), result, self.categories)
+        return Rendering({"drawing": drawing}, {"objects": result}, summary)
 
     def description(self, options: Any) -> str:
-        return f"{self.name}, {self.config.min_size} pixels"
+        return f"{self.name}, {self.config.model.min_size} pixels"
 
     def settings(self, options: DetectionEvalOptions) -> dict[str, Any]:
-        return {"results": options.results}
+        return {"results": options.results, "threshold": score_threshold(options)}
 
     def make_evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
         """See Predictor.evaluator; categories are matched by name."""
         categories = match_categories(self.categories, data.source)
-        return DetectionEvaluator(data.source, data.config.workers, categories=categories, keep_results=True)
+        return DetectionEvaluator(
+            data.source,
+            data.config.workers,
+            categories=categories,
+            keep_results=True,
+            threshold=score_threshold(options),
+        )
 
 
 class StoredResults(DetectionPredictor):
     """Results in files, which are evaluated in place of a detector."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        super().__init__(nn.Identity(), ", ".join(files), [], DetectorConfig())
+        super().__init__(nn.Identity(), ", ".join(files), DetectionConfig(), [])
         self.files = files
 
     def description(self, options: Any) -> str:
@@ -87,7 +105,12 @@ class StoredResults(DetectionPredictor):
 
     def make_evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
         results = read_results(self.files, data.source.ground_truth())
-        return DetectionEvaluator(data.source, workers=0, results=results)
+        return DetectionEvaluator(data.source, workers=0, results=results, threshold=score_threshold(options))
+
+
+def score_threshold(options: DetectionEvalOptions) -> float:
+    """Return the score from which a detection counts in the records of single images."""
+    return SCORE_THRESHOLD if options.threshold is None else options.threshold
 
 
 def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredictor:
@@ -100,8 +123,16 @@ def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredic
     opened: Run[DetectionConfig] = open_run(DetectionConfig, run)
     config, categories = opened.config.model, opened.metadata(CATEGORIES_JSON, parse_categories)
     num_classes = config.num_classes or len(categories)
-    model = load_trained(opened, checkpoint, lambda bare: build_detector(bare, num_classes))
-    return DetectionPredictor(model, f"{config.arch} on {config.backbone}", categories, config)
+    data = opened.config.data
+    mean_std = mean_and_std(config, data)
+    model = load_trained(opened, checkpoint, lambda bare: build_detector(bare, num_classes, mean_std))
+    name, pixels = f"{config.arch} on {config.backbone}", pixel_format(data, config.in_chans)
+    return DetectionPredictor(model, name, opened.config, categories, max_pixels=data.max_pixels, pixels=pixels)
+
+
+def float_tensor(image: AnyImage) -> Tensor:
+    """Return an image as numbers from 0 to 1, (channels, height, width)."""
+    return image_to_tensor(image).float() / 255
 
 
 def parse_categories(records: Any) -> list[Category]:

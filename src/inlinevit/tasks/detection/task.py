@@ -14,6 +14,9 @@ from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import require
 from .. import TASKS
+from ..backbone import mean_and_std, padding_color
+from ..describe import describe_start
+from ..pixels import pixel_format, settle_pixels
 from .coco import open_coco
 from .config import DetectionConfig, DetectionDataConfig, DetectionEvalOptions
 from .dataset import make_train_loader
@@ -33,8 +36,11 @@ class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command
     def __init__(self, config: DetectionConfig) -> None:
         super().__init__(config)
         check_model_name(config.model.backbone)
-        self.train_source = open_coco(config.data, training=True)
-        self.eval_source = open_coco(config.data, training=False)
+        channels = config.model.in_chans
+        self.train_source = open_coco(config.data, training=True, channels=channels)
+        self.eval_source = open_coco(config.data, training=False, channels=channels)
+        settle_pixels(config.data, channels, len(self.train_source), self.train_source.open_image)
+        self.train_source.mode = self.eval_source.mode = pixel_format(config.data, channels)
         self.categories = self.train_source.categories
         require(
             self.categories == self.eval_source.categories,
@@ -52,11 +58,18 @@ class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command
         )
 
     def build_model(self) -> nn.Module:
-        return build_detector(self.config.model, self.num_classes)
+        mean_std = mean_and_std(self.config.model, self.config.data)
+        return build_detector(self.config.model, self.num_classes, mean_std)
+
+    def describe(self) -> str:
+        config = self.config
+        name = f"{config.model.arch} on {config.model.backbone} for {self.num_classes} classes"
+        return describe_start(name, config, self.train_source, self.eval_source)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
         config = self.config
-        return make_train_loader(self.train_source, config.augment, config.data, config.run.seed, plan)
+        color = padding_color(config.model, config.data)
+        return make_train_loader(self.train_source, config.augment, config.data, config.run.seed, plan, color)
 
     def loss(self, model: nn.Module, batch: tuple[list[Tensor], list[dict[str, Tensor]]]) -> Tensor:
         images, targets = batch
@@ -83,7 +96,8 @@ class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command
 
     @classmethod
     def open_eval_data(cls, config: DetectionDataConfig, run: Any, options: DetectionEvalOptions) -> EvalData:
-        source = open_coco(config, training=False)
+        channels = 3 if run is None else run.config.model.in_chans
+        source = open_coco(config, training=False, channels=channels)
         return EvalData(config, source, str(source.file), [source.file, *(options.results or [])])
 
     @classmethod
@@ -101,5 +115,6 @@ def check_memory(config: DetectionConfig) -> None:
     """Refuse images that do not fit into memory: a batch of those for training, and one for evaluation."""
     augment, remedy = config.augment, "choose a smaller data.batch_size, or smaller sides"
     side = max(augment.min_sizes) if augment.scale_jitter is None else augment.jitter_size
-    require_memory_for_images(config.data.batch_size, 3, side, side, remedy)
-    require_memory_for_images(1, 3, config.model.min_size, config.model.min_size, "choose a smaller model.min_size")
+    require_memory_for_images(config.data.batch_size, config.model.in_chans, side, side, remedy)
+    side = config.model.min_size
+    require_memory_for_images(1, config.model.in_chans, side, side, "choose a smaller model.min_size")

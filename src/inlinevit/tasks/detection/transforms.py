@@ -12,23 +12,25 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
+from ..backbone import MEAN_COLOR
 from ..dense import PadToSize, RandomCrop, resize_mask
 from .config import DetectionAugmentConfig
 
-# An image (3, height, width) of bytes and its objects: boxes (objects, 4), labels (objects,), masks (objects, height,
-# width).
+# An image (channels, height, width) of bytes and its objects: boxes (objects, 4), labels (objects,), masks
+# (objects, height, width).
 Sample = tuple[Tensor, dict[str, Tensor]]
 Transform = Callable[[Tensor, dict[str, Tensor]], Sample]
 
 
-def training_transform(augment: DetectionAugmentConfig) -> Transform:
-    """Return the augmentation of a training image and its objects: tv_tensors to tensors."""
+def training_transform(augment: DetectionAugmentConfig, color: list[int] = MEAN_COLOR) -> Transform:
+    """Return the augmentation of a training image and its objects, with padding of a colour: tv_tensors to tensors."""
     steps: list[Any] = [v2.RandomHorizontalFlip(augment.hflip)]
     if augment.scale_jitter is None:
         steps += [ShortestSide(augment.min_sizes, augment.max_size)]
     else:
         side = augment.jitter_size
-        steps += [ScaleJitter((side, side), augment.scale_jitter), RandomCrop(side), PadToSize(side, 0), keep_visible]
+        padding = PadToSize(side, 0, color)
+        steps += [ScaleJitter((side, side), augment.scale_jitter), RandomCrop(side), padding, keep_visible]
     return v2.Compose([*steps, v2.ToPureTensor()])
 
 

@@ -25,29 +25,37 @@ def draw_objects(image: Image.Image, results: Sequence[Record], categories: Sequ
 
     Args:
         image: In RGB.
-        results: Its objects in COCO's results format, with box and mask.
+        results: Its objects in COCO's results format, with box, mask or both; true objects have no score.
         categories: All there are; the place of each decides its colour.
     """
     colours = {category.id: category_colour(place) for place, category in enumerate(categories)}
     names = {category.id: category.name for category in categories}
-    ranked = sorted(results, key=lambda result: result["score"])
+    ranked = sorted(results, key=lambda result: result.get("score", 1.0))
     line = _line_width(image)
     pixels = np.array(image)
     for result in ranked:
+        if "segmentation" not in result:
+            continue
         paint_mask(pixels, result["segmentation"], colours[result["category_id"]], line)
     factor = enlargement(image)
     drawn = Image.fromarray(pixels).resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(drawn)
-    boxes = [[factor * value for value in result["bbox"]] for result in ranked]
+    boxes = [[factor * value for value in object_box(result)] for result in ranked]
     for result, (x, y, width, height) in zip(ranked, boxes, strict=True):
         corners = (x, y, x + width, y + height)
         draw.rectangle(corners, outline=colours[result["category_id"]], width=_line_width(drawn))
     # After all boxes, so that no line crosses a text.
     font = font_for(drawn)
     for result, box in zip(ranked, boxes, strict=True):
-        texts = (f"{names[result['category_id']]} {100 * result['score']:.0f}%", names[result["category_id"]])
+        name = names[result["category_id"]]
+        texts = (f"{name} {100 * result['score']:.0f}%", name) if "score" in result else (name,)
         write_label(draw, texts, box, colours[result["category_id"]], font)
     return drawn
+
+
+def object_box(result: Record) -> list[float]:
+    """Return the box of an object, x, y, width and height; that of its mask, if it has no other."""
+    return result["bbox"] if "bbox" in result else coco_masks.toBbox(result["segmentation"]).tolist()
 
 
 def _line_width(image: Image.Image) -> int:

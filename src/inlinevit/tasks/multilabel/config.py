@@ -47,6 +47,8 @@ class MultilabelConfig(TrainConfig):
     loss: MultilabelLossConfig = field(default_factory=MultilabelLossConfig)
 
     def __post_init__(self) -> None:
+        self.data.check_channels(self.model.in_chans)
+        self.augment.check_channels(self.model.in_chans)
         unused = [name for name in ("mixup", "cutmix", "label_smoothing") if vars(self.augment)[name] != 0]
         require(
             not unused,

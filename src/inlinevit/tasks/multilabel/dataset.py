@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from ...data.images import open_image
+from ...data.pixels import AnyImage
 from ...utils.files import is_inside
 from ...utils.validation import require, shorten
 from .config import MultilabelDataConfig
@@ -45,7 +45,7 @@ class CsvSource:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[AnyImage, int]:
         return open_image(self.files[index]), index
 
     def name(self, index: int) -> str:

@@ -2,9 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,16 @@ from torch import Tensor
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelStatScores
 
 from ...engine.evaluator import Evaluation
+from ...engine.records import rounded
 from ...utils.atomic import finite
-from ..classification.metrics import ImageEvaluator
+from ..calibration import calibration_details, calibration_section, expected_calibration_error
+from ..classification.metrics import ImageEvaluator, Judgement
 from ..classification.transforms import InputSpec
 from .config import MultilabelDataConfig, MultilabelLossConfig
 from .dataset import CsvSource
+
+if TYPE_CHECKING:
+    from ...report import Section
 
 
 def multilabel_loss(logits: Tensor, targets: Tensor, config: MultilabelLossConfig) -> Tensor:
@@ -47,14 +52,28 @@ class MultilabelEvaluation(Evaluation):
         counts: (classes, 4) images by label: true positives, false positives, false negatives, support.
         average_precision: (classes,) 0 … 1; NaN for labels without images.
         images: How many images were evaluated.
+        calibration: See CalibrationBins; None if single images were not recorded.
     """
 
     headings: ClassVar[dict[str, str]] = {"map": "mAP %", "f1": "F1 %"}
+    worst_caption: ClassVar[str] = (
+        "The images with the highest loss. Pictures show what the model gets: resized and cropped."
+    )
 
     classes: list[str]
     counts: Tensor
     average_precision: Tensor
     images: int
+    calibration: Tensor | None = None
+
+    def details(self) -> dict[str, Any]:
+        return calibration_details(self.calibration)
+
+    def sections(self) -> list["Section"]:
+        if self.calibration is None or not self.calibration.any():
+            return []
+        error = expected_calibration_error(self.calibration)
+        return [calibration_section(self.calibration, error, "pairs of image and label", "true")]
 
     def f1(self) -> Tensor:
         """Return the F1 of each label, (classes,); NaN for labels without images."""
@@ -95,6 +114,32 @@ class MultilabelEvaluator(ImageEvaluator):
         self.precision.update(probabilities, targets)
         self.scores.update(probabilities, targets)
 
+    def judge(self, logits: Tensor, labels: Tensor) -> Iterator[Judgement]:
+        """See ImageEvaluator.judge; the worst images are those with the highest binary cross-entropy."""
+        probabilities, targets = logits.sigmoid(), self.targets[labels]
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1).tolist()
+        predicted, true = probabilities > self.threshold, targets > 0
+        self.calibration_bins.update(probabilities, true)
+        tops = self.top_classes(logits, probabilities, self.classes)
+        for guess, truth, loss, top in zip(predicted, true, losses, tops, strict=True):
+            right, wrong, missed = (guess & truth), (guess & ~truth), (truth & ~guess)
+            total = int(guess.sum() + truth.sum())
+            values: dict[str, Any] = {
+                "truth": self.names(truth),
+                "prediction": self.names(guess),
+                "correct": int(bool((guess == truth).all())),
+                # Nothing to find and nothing found is right.
+                **rounded({"f1": 2 * int(right.sum()) / total if total else 1.0, "loss": loss}),
+            }
+            parts = {"right": right, "wrong": wrong, "missed": missed}
+            lines = tuple(f"{name}: {self.names(part)}" for name, part in parts.items() if part.any())
+            badness = math.inf if values["loss"] is None else values["loss"]
+            yield Judgement(values | top, None if values["correct"] else (badness,), lines or ("no labels",))
+
+    def names(self, chosen: Tensor) -> str:
+        """Return the names of the chosen labels, (labels,) of truth values."""
+        return ";".join(self.classes[index] for index in chosen.nonzero()[:, 0].tolist())
+
     def compute(self, accelerator: Accelerator) -> MultilabelEvaluation:
         tp, fp, tn, fn, support = self.scores.compute().cpu().unbind(dim=1)
         images = int((tp + fp + tn + fn)[0])
@@ -102,4 +147,5 @@ class MultilabelEvaluator(ImageEvaluator):
         with warnings.catch_warnings(action="ignore"):
             precision = torch.where(support > 0, self.precision.compute().cpu().double(), math.nan)
         counts = torch.stack([tp, fp, fn, support], dim=1)
-        return MultilabelEvaluation(self.classes, counts, precision, images)
+        calibration = None if self.recorder is None else self.calibration_bins.gather()
+        return MultilabelEvaluation(self.classes, counts, precision, images, calibration)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
+from ...data.pixels import AnyImage
 from ...engine.evaluator import EvalData
 from ...engine.results import ClassProbability
 from ...engine.runs import Run, open_run
@@ -25,8 +25,10 @@ from .metrics import MultilabelEvaluator, multilabel_loss
 class MultilabelPredictor(ImagePredictor):
     """A multi-label model that is ready to use."""
 
+    options_class = MultilabelPredictOptions
+
     def predict_images(
-        self, images: list[Image.Image], options: MultilabelPredictOptions, device: torch.device
+        self, images: list[AnyImage], options: MultilabelPredictOptions, device: torch.device
     ) -> list[list[ClassProbability] | None]:
         """See Predictor.predict_images; labels with at least the threshold, the most probable first."""
         return self.ranked(self.logits(images, device).sigmoid(), self.num_classes, options.threshold)
@@ -35,7 +37,7 @@ class MultilabelPredictor(ImagePredictor):
         return {**super().settings(options), "threshold": options.threshold}
 
     def make_evaluator(self, data: EvalData, options: MultilabelEvalOptions) -> MultilabelEvaluator:
-        return MultilabelEvaluator(data.source, self.spec, data.config, options.threshold)
+        return MultilabelEvaluator(data.source, self.spec.with_pixels(data.config), data.config, options.threshold)
 
 
 class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"].command, metric="map"):
@@ -46,8 +48,9 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
     def __init__(self, config: MultilabelConfig) -> None:
         super().__init__(config)
         self.train_source: CsvSource = open_csv(config.data, training=True)
+        self.settle_inputs()
         self.classes, self.targets = self.train_source.classes, self.train_source.targets
-        self.eval_source = open_csv(config.data, training=False, classes=self.classes)
+        self.eval_source: CsvSource = open_csv(config.data, training=False, classes=self.classes)
         self.num_classes, self.num_targets = len(self.classes), len(self.train_source)
         fits = self.num_classes > 0 and config.model.num_classes in (None, self.num_classes)
         require(fits, f"{config.data.path} has {self.num_classes} labels: model.num_classes should be as many")
@@ -80,4 +83,5 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
         classes = run.metadata(CLASSES_JSON, parse_classes) or []
         config, file = run.config.model, str(run.weights(options.checkpoint))
         trained = build_trained(config, file, len(classes))
-        return MultilabelPredictor(trained, config.name, len(classes), classes, input_spec(config))
+        spec, limit = input_spec(config, run.config.data), run.config.data.max_pixels
+        return MultilabelPredictor(trained, config.name, run.config, len(classes), classes, spec, max_pixels=limit)

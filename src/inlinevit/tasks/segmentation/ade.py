@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 
 from ...data.images import (
+    check_size,
     convert_mode,
     decompression_bomb_limit,
     describe_image_error,
     find_images,
-    has_valid_size,
     open_image,
 )
+from ...data.pixels import AnyImage, BandArray, PixelFormat
+from ..pixels import pixel_format
 from .config import SegmentationDataConfig
 from .labels import LabelMap
 
@@ -39,13 +40,18 @@ class AdeSource:
         split: The split.
         labels: What values of pixels mean.
         limit: Take so many images, the first by name; None = all.
+        max_pixels: Images with more pixels are refused; None = Pillow's limit.
 
     Attributes:
+        mode: The bands and values of images that the model gets.
         stems: The name that each image shares with its label map: the path inside of their folders, without ending.
     """
 
-    def __init__(self, folder: Path, split: str, labels: LabelMap, limit: int | None = None) -> None:
-        self.labels = labels
+    def __init__(
+        self, folder: Path, split: str, labels: LabelMap, limit: int | None = None, max_pixels: int | None = None
+    ) -> None:
+        self.labels, self.max_pixels = labels, max_pixels
+        self.mode = PixelFormat()
         self.images_folder = folder / "images" / split
         self.masks_folder = folder / "annotations" / split
         images = _by_stem(self.images_folder)
@@ -73,17 +79,16 @@ class AdeSource:
     def __len__(self) -> int:
         return len(self.stems)
 
-    def read_image(self, index: int) -> Image.Image:
-        """Return an image in RGB, as it is stored: label maps are for these pixels, whatever EXIF data say."""
-        with _opened(self.image_files[index]) as image:
-            if not has_valid_size(image.size):
-                raise ValueError(f"it has {image.width} × {image.height} pixels, which show nothing")
-            return convert_mode(image, "RGB")
+    def read_image(self, index: int) -> AnyImage:
+        """Return an image in its mode, as it is stored: label maps are for these pixels, whatever EXIF data say."""
+        with self._opened(self.image_files[index]) as image:
+            check_size(image)
+            return convert_mode(image, self.mode)
 
     def read_labels(self, index: int) -> Tensor:
         """Return the label map of an image, (height, width) of bytes: indices of classes, IGNORED where none counts."""
         file = self.mask_files[index]
-        with _opened(file) as mask:
+        with self._opened(file) as mask:
             values = _values(mask)
         if values is None:
             raise ValueError(
@@ -91,7 +96,7 @@ class AdeSource:
                 "one channel, whose values are the numbers of classes"
             )
         # It is not decoded for this.
-        with _opened(self.image_files[index]) as image:
+        with self._opened(self.image_files[index]) as image:
             size = image.size
         if size != mask.size:
             raise ValueError(
@@ -106,9 +111,21 @@ class AdeSource:
                 "or a file for --data.labels"
             ) from error
 
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[ImageFile | BandArray]:
+        """An image file, not yet decoded; whatever goes wrong with it comes out with its name."""
+        try:
+            with decompression_bomb_limit(self.max_pixels), open_image(file) as image:
+                yield image
+        # A broken file can make Pillow raise anything.
+        except Exception as error:
+            raise ValueError(
+                f"{describe_image_error(file, error)}: copy it again, or remove it and what goes with it"
+            ) from error
 
-def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool) -> AdeSource:
-    """Open the images and label maps for training or for evaluation."""
+
+def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool, channels: int = 3) -> AdeSource:
+    """Open the images and label maps for training or for evaluation of a model with this number of channels."""
     part = "train" if training else "eval"
     split, limit = vars(config)[f"{part}_split"], vars(config)[f"max_{part}_samples"]
     home = Path(config.path).expanduser()
@@ -120,7 +137,9 @@ def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool) -
             raise FileNotFoundError(
                 f"no folder of {kind} at {place} ({splits}): check --data.path and --data.{part}_split"
             )
-    return AdeSource(home, split, labels, limit)
+    source = AdeSource(home, split, labels, limit, config.max_pixels)
+    source.mode = pixel_format(config, channels)
+    return source
 
 
 def _by_stem(folder: Path, ending: str | None = None) -> dict[str, str]:
@@ -138,25 +157,12 @@ def _by_stem(folder: Path, ending: str | None = None) -> dict[str, str]:
     return found
 
 
-@contextmanager
-def _opened(file: str) -> Iterator[ImageFile]:
-    """An image file, not yet decoded; whatever goes wrong with it comes out with its name."""
-    try:
-        with decompression_bomb_limit(), open_image(file) as image:
-            yield image
-    # A broken file can make Pillow raise anything.
-    except Exception as error:
-        raise ValueError(
-            f"{describe_image_error(file, error)}: copy it again, or remove it and what goes with it"
-        ) from error
-
-
-def _values(mask: ImageFile) -> NDArray[Any] | None:
+def _values(mask: ImageFile | BandArray) -> NDArray[Any] | None:
     """The values of a label map as they are stored, (height, width); None if it holds colours, or is no PNG.
 
     Palettes are fine: what is stored are indices into them. Other formats than PNG might not keep values exactly.
     """
-    if mask.format != "PNG" or len(mask.getbands()) != 1:
+    if isinstance(mask, BandArray) or mask.format != "PNG" or len(mask.getbands()) != 1:
         return None
     # How pixels are stored is no longer known when they have been read.
     stored_as = mask.tile[0][3] if mask.tile else None

@@ -160,6 +160,12 @@ class SegmentationConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         refuse_layer_decay(self)
+        self.data.check_channels(self.model.in_chans)
+        require(
+            self.model.in_chans in (1, 3) or not self.augment.photometric_distortion,
+            "augment.photometric_distortion changes colours of RGB or grey images, but model.in_chans is "
+            f"{self.model.in_chans}: set --augment.photometric_distortion false",
+        )
         require(
             self.model.arch != "upernet" or self.data.batch_size > 1,
             "data.batch_size is 1, but UperNet's batch norms learn from two images at least: choose 2 or more",

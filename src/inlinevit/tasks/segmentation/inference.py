@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
+from ...engine.progress import part_progress
+from ..pixels import MeanStd
 from .config import InferenceConfig
 from .transforms import resize_image, scaled_size
 
 # Probabilities are made for about so many pixels at a time.
 PIXELS_AT_ONCE = 2**20
-# What images are normalised by: mean and standard deviation by channel.
-MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
-# From a window (3, height, width) uint8 to its logits (classes, height, width).
+# From a window (channels, height, width) uint8 to its logits (classes, height, width).
 Predict = Callable[[Tensor], Tensor]
 
 
@@ -36,7 +36,7 @@ def describe(inference: InferenceConfig) -> str:
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Normalise images (…, 3, height, width) uint8."""
+    """Normalise images (…, channels, height, width) uint8."""
     return v2.functional.normalize(images / 255, list(mean), list(std))
 
 
@@ -58,7 +58,7 @@ def predict_probs(
 
     Args:
         model: In evaluation mode, on the device: normalised images to logits of the same height and width.
-        image: (3, height, width) uint8; it is resized where it is, as in training.
+        image: (channels, height, width) uint8; it is resized where it is, as in training.
         inference: Inference settings.
         mean_std: What the model's images are normalised by.
         device: Where to compute.
@@ -66,26 +66,35 @@ def predict_probs(
     height, width = image.shape[-2:]
     rows = max(1, PIXELS_AT_ONCE // width)
     tta_views = []
-    for scale in inference.scales:
-        size = scaled_size(height, width, inference.min_size, scale)
-        scaled = image if size == [height, width] else resize_image(image, size)
-        for mirrored in (False, True) if inference.flip else (False,):
-            strips = blended_strips(partial(window_logits, model, mean_std, device, mirrored), scaled, inference)
-            tta_views.append(resized_rows(strips, size[0], (height, width), rows))
-    for _ in range(0, height, rows):
-        total = next(tta_views[0]).softmax(dim=0)
-        for tta_view in tta_views[1:]:
-            total += next(tta_view).softmax(dim=0)
-        yield total / len(tta_views)
+    with part_progress("image", count_windows(height, width, inference), "windows") as advance:
+        for scale in inference.scales:
+            size = scaled_size(height, width, inference.min_size, scale)
+            scaled = image if size == [height, width] else resize_image(image, size)
+            for mirrored in (False, True) if inference.flip else (False,):
+                predict = partial(window_logits, model, mean_std, device, mirrored, advance=advance)
+                tta_views.append(
+                    resized_rows(blended_strips(predict, scaled, inference), size[0], (height, width), rows)
+                )
+        for _ in range(0, height, rows):
+            total = next(tta_views[0]).softmax(dim=0)
+            for tta_view in tta_views[1:]:
+                total += next(tta_view).softmax(dim=0)
+            yield total / len(tta_views)
 
 
 @torch.no_grad()
 def window_logits(
-    model: nn.Module, mean_std: MeanStd, device: torch.device | str, mirrored: bool, window: Tensor
+    model: nn.Module,
+    mean_std: MeanStd,
+    device: torch.device | str,
+    mirrored: bool,
+    window: Tensor,
+    advance: Callable[[], None],
 ) -> Tensor:
-    """Return the logits (classes, height, width) of a window (3, height, width) uint8, or by its mirror image."""
+    """Return the logits (classes, height, width) of a window (channels, height, width), or by its mirror image."""
     images = normalize(window.to(device), *mean_std)[None]
     logits = model(images.flip(-1)).flip(-1) if mirrored else model(images)
+    advance()
     return logits[0].float()
 
 
@@ -102,6 +111,19 @@ def stride_of(inference: InferenceConfig) -> int:
     return inference.stride or max(1, inference.window_size * 2 // 3)
 
 
+def window_starts(length: int, inference: InferenceConfig) -> list[int]:
+    """Return the first pixel of each window along a side of an image. The last one is moved inwards."""
+    side = length if inference.window_size is None else min(inference.window_size, length)
+    return [0] if side == length else [*range(0, length - side, stride_of(inference)), length - side]
+
+
+def count_windows(height: int, width: int, inference: InferenceConfig) -> int:
+    """Return how often the model is called for an image of this height and width: windows of all scales and flips."""
+    sizes = [scaled_size(height, width, inference.min_size, scale) for scale in inference.scales]
+    windows = [len(window_starts(rows, inference)) * len(window_starts(columns, inference)) for rows, columns in sizes]
+    return sum(windows) * (2 if inference.flip else 1)
+
+
 def spans(length: int, inference: InferenceConfig) -> list[Span]:
     """Windows along a side of an image. The last one is moved inwards, so that all are of one size.
 
@@ -109,7 +131,7 @@ def spans(length: int, inference: InferenceConfig) -> list[Span]:
     pixel sum to 1.
     """
     side = length if inference.window_size is None else min(inference.window_size, length)
-    starts = [0] if side == length else [*range(0, length - side, stride_of(inference)), length - side]
+    starts = window_starts(length, inference)
     places = (torch.arange(side, dtype=torch.float64) + 0.5) / side
     # A raised cosine: nowhere 0, so that every pixel has a weight.
     weights = torch.sin(math.pi * places) ** 2
@@ -124,7 +146,7 @@ def blended_strips(predict: Predict, image: Tensor, inference: InferenceConfig) 
 
     Args:
         predict: From a window to its logits.
-        image: (3, height, width) uint8, already resized.
+        image: (channels, height, width) uint8, already resized.
         inference: Its windows; nothing else of it counts here.
     """
     height, width = image.shape[-2:]

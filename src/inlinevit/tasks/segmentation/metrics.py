@@ -3,21 +3,30 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_confusion_matrix
-from torchvision.transforms.v2.functional import pil_to_tensor
 
+from ...data.pixels import image_to_tensor
 from ...engine.evaluator import Evaluation
+from ...engine.records import LARGEST_SIDE, rounded, to_picture
+from ...engine.results import percent
 from ...utils.atomic import finite
 from ..dense import SingleImageEvaluator
+from ..pixels import MeanStd
 from .ade import AdeSource
 from .config import InferenceConfig
-from .inference import MeanStd, predict_labels
+from .inference import predict_labels
 from .labels import IGNORED
+from .visualize import draw_labels
+
+if TYPE_CHECKING:
+    from ...report import Section
 
 CONFUSION_PNG = "confusion.png"
 
@@ -33,6 +42,10 @@ class SegmentationEvaluation(Evaluation):
     """
 
     headings: ClassVar[dict[str, str]] = {"miou": "mIoU %", "macc": "mAcc %", "pixel_accuracy": "pixel accuracy %"}
+    worst_caption: ClassVar[str] = (
+        "The images with the lowest mIoU, over the classes that occur in their truth or prediction. In the truth, "
+        "pixels that do not count are dark."
+    )
 
     confusion: Tensor
     images: int
@@ -75,6 +88,11 @@ class SegmentationEvaluation(Evaluation):
     def details(self) -> dict[str, Any]:
         return {"confusion": self.confusion.tolist()}
 
+    def sections(self) -> list["Section"]:
+        from ..confusion import confusion_section
+
+        return [confusion_section(self.confusion, self.classes, unit="pixels")]
+
     def save_files(self, folder: Path) -> None:
         # Imported here: matplotlib is slow to import, and training draws nothing.
         from ..confusion import draw_confusion
@@ -102,20 +120,53 @@ class SegmentationEvaluator(SingleImageEvaluator):
         self.inference, self.mean_std = inference, mean_std
         self.classes = [one.name for one in source.labels.classes]
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return an image (3, height, width) and its labels (height, width), both uint8."""
-        return pil_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        """Return the index, the image (channels, height, width) and its labels (height, width), both uint8."""
+        return index, image_to_tensor(self.source.read_image(index)), self.source.read_labels(index)
 
     def reset(self, device: torch.device) -> None:
         super().reset(device)
         self.confusion = torch.zeros(len(self.classes), len(self.classes), dtype=torch.int64, device=device)
 
-    def update(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        image, truth = batch
+    def update(self, model: nn.Module, batch: tuple[int, Tensor, Tensor]) -> None:
+        index, image, truth = batch
         predicted = predict_labels(model, image, self.inference, self.mean_std, self.device)
-        self.confusion += multiclass_confusion_matrix(
+        confusion = multiclass_confusion_matrix(
             predicted, truth.to(self.device), len(self.classes), ignore_index=IGNORED, validate_args=False
         )
+        self.confusion += confusion
+        if self.recorder is not None:
+            self.record(index, image, truth, predicted, SegmentationEvaluation(confusion.cpu(), 1, self.classes))
+
+    def record(
+        self, index: int, image: Tensor, truth: Tensor, predicted: Tensor, evaluation: SegmentationEvaluation
+    ) -> None:
+        """Record an image (3, height, width) with its true and predicted labels (height, width)."""
+        assert self.recorder is not None
+        numbers, ious = evaluation.numbers(), evaluation.class_iou().nan_to_num(nan=2.0)
+        worst = int(ious.argmin())
+        miou, accuracy = numbers["miou"], numbers["pixel_accuracy"]
+        pixels = int(evaluation.confusion.sum())
+        values = {
+            "pixels": pixels,
+            **rounded({"miou": miou, "pixel_accuracy": accuracy}),
+            "worst_class": self.classes[worst] if pixels else None,
+            **rounded({"worst_iou": float(ious[worst]) if pixels else float("nan")}),
+        }
+
+        def draw() -> dict[str, Image.Image]:
+            photo = to_picture(image).convert("RGB")
+            photo.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+            drawings = {}
+            for name, labels in (("truth", truth), ("prediction", predicted)):
+                small = Image.fromarray(labels.cpu().numpy()).resize(photo.size, Image.Resampling.NEAREST)
+                drawings[name] = draw_labels(photo, np.asarray(small), self.source.labels.classes)
+            return drawings
+
+        worst_class = f"{self.classes[worst]} {percent(float(ious[worst]))} %"
+        lines = (f"mIoU {percent(miou)} %, pixel accuracy {percent(accuracy)} %", f"lowest IoU: {worst_class}")
+        badness = (1 - miou,) if miou < 1 else None
+        self.recorder.add(index, self.source.image_files[index], values, badness=badness, lines=lines, draw=draw)
 
     def compute(self, accelerator: Accelerator) -> SegmentationEvaluation:
         confusion = accelerator.reduce(self.confusion, "sum").cpu()

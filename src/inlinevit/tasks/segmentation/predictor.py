@@ -1,20 +1,24 @@
 """Segmentation models that are ready to use, from a training run."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torch import Tensor
 
+from ...data.pixels import AnyImage, image_to_tensor, preview
 from ...engine.evaluator import EvalData
 from ...engine.predictor import DrawingPredictor, Rendering
 from ...engine.results import shorten_list
 from ...engine.runs import Run, open_run
 from ...utils.validation import require
 from ..backbone import load_trained, mean_and_std
+from ..pixels import MeanStd, pixel_format
 from .config import (
     InferenceConfig,
     SegmentationConfig,
@@ -22,17 +26,19 @@ from .config import (
     SegmentationEvalOptions,
     SegmentationPredictOptions,
 )
-from .inference import MeanStd, describe, predict_probs
+from .inference import describe, normalize, predict_probs
 from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluator
 from .model import build_segmenter
-from .transforms import scaled_size
+from .transforms import resize_image, scaled_size
 from .visualize import class_shares, draw_labels, draw_legend, percent
 
 LABELS_JSON = "labels.json"
 CLASSES_SHOWN = 3
 # Larger images, in pixels at the size that the model gets, are processed in windows even by default.
 MOST_AT_ONCE = 2048 * 2048
+# Images with more pixels are refused by default: 20,000 × 20,000 are 1.2 GB.
+MOST_PIXELS = 400_000_000
 # Rows of a label map that are made at a time, so that large images need little memory.
 ROWS_AT_ONCE = 256
 
@@ -44,44 +50,53 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
     """A segmentation model that is ready to use; its results are class indices (height, width).
 
     Attributes:
-        labels: Its classes, and the values that stand for them in files.
         config: The run that it comes from; `config.inference` are the default inference settings.
+        labels: Its classes, and the values that stand for them in files.
         mean_std: What its images are normalised by.
     """
 
-    labels: LabelMap
     config: SegmentationConfig
+    labels: LabelMap
     mean_std: MeanStd
 
+    options_class = SegmentationPredictOptions
     drawing_suffixes: ClassVar[dict[str, str]] = {
         "labels": "_labels.png",
         "overlay": "_overlay.png",
         "legend": "_legend.png",
     }
-    # 20,000 × 20,000 are 1.2 GB.
-    max_pixels: ClassVar[int | None] = 400_000_000
+    max_pixels: int | None = field(default=MOST_PIXELS, kw_only=True)
+
+    @property
+    def classes(self) -> list[str]:
+        return [one.name for one in self.labels.classes]
+
+    @property
+    def to_tensor(self) -> Callable[[AnyImage], Tensor]:
+        """See Predictor.to_tensor; whole images, resized as the run's inference settings say, without windows."""
+        return partial(resized_tensor, min_size=self.config.inference.min_size, mean_std=self.mean_std)
 
     def predict_images(
-        self, images: list[Image.Image], options: SegmentationPredictOptions, device: torch.device
+        self, images: list[AnyImage], options: SegmentationPredictOptions, device: torch.device
     ) -> list[Indices | None]:
         inference = options.inference.applied_to(self.config.inference)
         return [self.predict_indices(image, inference, device) for image in images]
 
-    def predict_indices(self, image: Image.Image, inference: InferenceConfig, device: torch.device) -> Indices | None:
+    def predict_indices(self, image: AnyImage, inference: InferenceConfig, device: torch.device) -> Indices | None:
         """Return the class of each pixel; None if a probability is not finite."""
         settings = in_windows_if_large(inference, image, self.config.augment.crop_size)
         rows = []
-        for probabilities in predict_probs(self.model, pil_to_tensor(image), settings, self.mean_std, device):
+        for probabilities in predict_probs(self.model, image_to_tensor(image), settings, self.mean_std, device):
             if not bool(probabilities.isfinite().all()):
                 return None
             rows.append(probabilities.argmax(dim=0).to(torch.uint8).cpu())
         return torch.cat(rows).numpy()
 
-    def render(self, image: Image.Image, result: Indices) -> Rendering:
+    def render(self, image: AnyImage, result: Indices) -> Rendering:
         shares = class_shares(result, self.labels.classes)
         drawings = {
             "labels": make_label_map(result, self.labels),
-            "overlay": draw_labels(image, result, self.labels.classes),
+            "overlay": draw_labels(preview(image), result, self.labels.classes),
             "legend": draw_legend(shares),
         }
         record = {"classes": [{"name": one.name, "share": share} for one, share in shares]}
@@ -110,7 +125,15 @@ def load_segmenter(run: str, *, checkpoint: str | None = None) -> SegmentationPr
     config, labels = opened.config, run_labels(opened)
     model = load_trained(opened, checkpoint, lambda bare: build_segmenter(bare, len(labels.classes)))
     name = f"{config.model.arch} on {config.model.backbone}"
-    return SegmentationPredictor(model, name, labels, config, mean_and_std(config.model.backbone))
+    return SegmentationPredictor(
+        model,
+        name,
+        config,
+        labels,
+        mean_and_std(config.model, config.data),
+        max_pixels=config.data.max_pixels or MOST_PIXELS,
+        pixels=pixel_format(config.data, config.model.in_chans),
+    )
 
 
 def run_labels(run: Run[Any]) -> LabelMap:
@@ -139,7 +162,13 @@ def evaluation_labels(run: Run[Any], data: SegmentationDataConfig, *, is_given: 
     return labels
 
 
-def in_windows_if_large(inference: InferenceConfig, image: Image.Image, window_size: int) -> InferenceConfig:
+def resized_tensor(image: AnyImage, min_size: int | None, mean_std: MeanStd) -> Tensor:
+    """Return the normalised tensor (channels, height, width) of an image whose shorter side is resized to min_size."""
+    pixels = resize_image(image_to_tensor(image), scaled_size(image.height, image.width, min_size))
+    return normalize(pixels, *mean_std)
+
+
+def in_windows_if_large(inference: InferenceConfig, image: AnyImage, window_size: int) -> InferenceConfig:
     """Return inference settings with windows of a side, if they have none and an image is too large to be whole."""
     height, width = scaled_size(image.height, image.width, inference.min_size, max(inference.scales))
     is_large = inference.window_size is None and height * width > MOST_AT_ONCE

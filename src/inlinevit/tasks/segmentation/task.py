@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...data.batch_plan import BatchPlan
+from ...data.images import open_image
 from ...data.loader import TrainLoader
 from ...engine.evaluator import EvalData
 from ...engine.runs import Run
@@ -13,7 +14,9 @@ from ...engine.task import Task
 from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from .. import TASKS
-from ..backbone import mean_and_std
+from ..backbone import mean_and_std, padding_color
+from ..describe import describe_start
+from ..pixels import pixel_format, settle_pixels
 from .ade import open_ade
 from .config import SegmentationConfig, SegmentationDataConfig, SegmentationEvalOptions
 from .dataset import make_train_loader
@@ -32,20 +35,31 @@ class Segmentation(Task, config=SegmentationConfig, command=TASKS["segmentation"
     def __init__(self, config: SegmentationConfig) -> None:
         super().__init__(config)
         check_model_name(config.model.backbone)
-        self.mean_std = mean_and_std(config.model.backbone)
+        channels = config.model.in_chans
         self.labels = open_labels(config.data, config.model.num_classes)
-        self.train_source = open_ade(config.data, self.labels, training=True)
-        self.eval_source = open_ade(config.data, self.labels, training=False)
+        self.train_source = open_ade(config.data, self.labels, training=True, channels=channels)
+        self.eval_source = open_ade(config.data, self.labels, training=False, channels=channels)
+        files = self.train_source.image_files
+        settle_pixels(config.data, channels, len(files), lambda index: open_image(files[index]))
+        self.train_source.mode = self.eval_source.mode = pixel_format(config.data, channels)
+        self.mean_std = mean_and_std(config.model, config.data)
         crop, remedy = config.augment.crop_size, "choose a smaller data.batch_size, or augment.crop_size"
-        require_memory_for_images(config.data.batch_size, 3, crop, crop, remedy)
+        require_memory_for_images(config.data.batch_size, channels, crop, crop, remedy)
         inputs = [file for file in (config.data.labels, config.model.checkpoint) if file]
         self.check_run_output(inputs)
 
     def build_model(self) -> nn.Module:
         return build_segmenter(self.config.model, len(self.labels.classes))
 
+    def describe(self) -> str:
+        config = self.config
+        name = f"{config.model.arch} on {config.model.backbone} for {len(self.labels.classes)} classes"
+        return describe_start(name, config, self.train_source, self.eval_source)
+
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
-        return make_train_loader(self.train_source, self.config.augment, self.config.run.seed, plan)
+        config = self.config
+        color = padding_color(config.model, config.data)
+        return make_train_loader(self.train_source, config.augment, config.run.seed, plan, color)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
@@ -68,7 +82,7 @@ class Segmentation(Task, config=SegmentationConfig, command=TASKS["segmentation"
     ) -> EvalData:
         assert run is not None
         labels = evaluation_labels(run, config, is_given=options.data.labels is not None)
-        source = open_ade(config, labels, training=False)
+        source = open_ade(config, labels, training=False, channels=run.config.model.in_chans)
         files = [] if config.labels is None else [config.labels]
         folders = [source.images_folder, source.masks_folder]
         return EvalData(config, source, str(source.images_folder), files, folders)

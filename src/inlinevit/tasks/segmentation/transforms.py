@@ -11,11 +11,12 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.tv_tensors import Mask
 
+from ..backbone import MEAN_COLOR
 from ..dense import PadToSize, RandomCrop, resize_mask
 from .config import SegmentationAugmentConfig
 from .labels import IGNORED
 
-# An image (3, height, width) and its label map (height, width), both of bytes.
+# An image (channels, height, width) and its label map (height, width), both of bytes.
 Sample = tuple[Tensor, Tensor]
 Transform = Callable[[Tensor, Tensor], Sample]
 
@@ -31,8 +32,8 @@ PHOTOMETRIC: dict[str, tuple[float, float]] = {
 }
 
 
-def training_transform(augment: SegmentationAugmentConfig) -> Transform:
-    """Return the augmentation of a training image and its label map: tv_tensors to tensors."""
+def training_transform(augment: SegmentationAugmentConfig, color: list[int] = MEAN_COLOR) -> Transform:
+    """Return the augmentation of a training image and its label map: tv_tensors to tensors; padding has a colour."""
     steps: list[Any] = [
         RandomScale(augment.min_size, augment.scale),
         BalancedRandomCrop(augment.crop_size, augment.cat_max_ratio),
@@ -41,7 +42,7 @@ def training_transform(augment: SegmentationAugmentConfig) -> Transform:
     if augment.photometric_distortion:
         steps += [PhotometricDistort(**PHOTOMETRIC)]
     # Last, so that the padding keeps its colour.
-    return v2.Compose([*steps, PadToSize(augment.crop_size, IGNORED), v2.ToPureTensor()])
+    return v2.Compose([*steps, PadToSize(augment.crop_size, IGNORED, color), v2.ToPureTensor()])
 
 
 def scaled_size(height: int, width: int, min_size: int | None, factor: float = 1.0) -> list[int]:
@@ -52,7 +53,7 @@ def scaled_size(height: int, width: int, min_size: int | None, factor: float = 1
 
 
 def resize_image(image: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize images (…, 3, height, width) to a height and width: the same way in training and in use."""
+    """Resize images (…, channels, height, width) to a height and width: the same way in training and in use."""
     return v2.functional.resize(image, list(size), v2.InterpolationMode.BILINEAR, antialias=True)
 
 

@@ -35,7 +35,7 @@ def draw_labels(image: Image.Image, indices: NDArray[np.uint8], classes: list[Se
 
     Args:
         image: In RGB.
-        indices: (height, width) the class of each pixel.
+        indices: (height, width) the class of each pixel; pixels of other values are black.
         classes: All there are.
     """
     colours = Image.fromarray(indices)
@@ -61,7 +61,7 @@ def draw_legend(
     line = round(1.5 * font.size)
     room = width - swatch - 3 * margin
     texts = [shortened(text, font, room) for text in [*texts, *([f"and {more} more"] if more else [])]]
-    column = swatch + 2 * margin + max(round(font.getlength(text)) for text in texts)
+    column = swatch + 2 * margin + max((round(font.getlength(text)) for text in texts), default=0)
     columns = max(1, (width - margin) // column)
     rows = -(-len(texts) // columns)
     legend = Image.new("RGB", (width, 2 * margin + rows * line), GROUND)
