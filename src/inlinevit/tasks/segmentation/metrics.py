@@ -23,7 +23,7 @@ from .ade import AdeSource
 from .config import InferenceConfig
 from .inference import predict_labels
 from .labels import IGNORED
-from .visualize import draw_labels
+from .visualize import draw_with_legend
 
 if TYPE_CHECKING:
     from ...report import Section
@@ -160,7 +160,7 @@ class SegmentationEvaluator(SingleImageEvaluator):
             drawings = {}
             for name, labels in (("truth", truth), ("prediction", predicted)):
                 small = Image.fromarray(labels.cpu().numpy()).resize(photo.size, Image.Resampling.NEAREST)
-                drawings[name] = draw_labels(photo, np.asarray(small), self.source.labels.classes)
+                drawings[name] = draw_with_legend(photo, np.asarray(small), self.source.labels.classes)
             return drawings
 
         worst_class = f"{self.classes[worst]} {percent(float(ious[worst]))} %"
