@@ -23,7 +23,7 @@ from .ade import AdeSource
 from .config import InferenceConfig
 from .inference import predict_labels
 from .labels import IGNORED
-from .visualize import class_shares, draw_labels, draw_legend
+from .visualize import draw_with_legend
 
 if TYPE_CHECKING:
     from ...report import Section
@@ -157,13 +157,11 @@ class SegmentationEvaluator(SingleImageEvaluator):
         def draw() -> dict[str, Image.Image]:
             photo = to_picture(image).convert("RGB")
             photo.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-            classes = self.source.labels.classes
-            maps = {
-                name: np.asarray(Image.fromarray(labels.cpu().numpy()).resize(photo.size, Image.Resampling.NEAREST))
-                for name, labels in (("truth", truth), ("prediction", predicted))
-            }
-            drawings = {name: draw_labels(photo, indices, classes) for name, indices in maps.items()}
-            return {**drawings, "legend": draw_legend(class_shares(np.concatenate([*maps.values()]), classes))}
+            drawings = {}
+            for name, labels in (("truth", truth), ("prediction", predicted)):
+                small = Image.fromarray(labels.cpu().numpy()).resize(photo.size, Image.Resampling.NEAREST)
+                drawings[name] = draw_with_legend(photo, np.asarray(small), self.source.labels.classes)
+            return drawings
 
         worst_class = f"{self.classes[worst]} {percent(float(ious[worst]))} %"
         lines = (f"mIoU {percent(miou)} %, pixel accuracy {percent(accuracy)} %", f"lowest IoU: {worst_class}")

@@ -13,7 +13,7 @@ OPACITY = 0.5
 # A legend names so many classes, those with the most pixels.
 MOST_NAMED = 40
 # Pixels.
-LEGEND_WIDTH, LEGEND_TEXT = 640, 16
+LEGEND_WIDTH, LEGEND_TEXT, NARROWEST = 640, 16, 160
 GROUND, INK, FRAME = (255, 255, 255), (0, 0, 0), (128, 128, 128)
 
 
@@ -41,6 +41,16 @@ def draw_labels(image: Image.Image, indices: NDArray[np.uint8], classes: list[Se
     colours = Image.fromarray(indices)
     colours.putpalette([value for one in classes for value in one.colour])
     return Image.blend(image, colours.convert("RGB"), OPACITY)
+
+
+def draw_with_legend(image: Image.Image, indices: NDArray[np.uint8], classes: list[SegmentationClass]) -> Image.Image:
+    """Return draw_labels() with its legend below it, at least NARROWEST pixels wide; arguments as there."""
+    painted = draw_labels(image, indices, classes)
+    legend = draw_legend(class_shares(indices, classes), max(painted.width, NARROWEST))
+    drawn = Image.new("RGB", (legend.width, painted.height + legend.height), GROUND)
+    drawn.paste(painted, (0, 0))
+    drawn.paste(legend, (0, painted.height))
+    return drawn
 
 
 def draw_legend(
