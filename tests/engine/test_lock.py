@@ -161,6 +161,6 @@ def test_files_that_are_not_of_a_run_are_not_replaced(tmp_path: Path, name: str)
 def test_a_folder_with_other_files_may_hold_a_run(tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
-    (output / "train.log").write_text("log")
+    (output / "notes.txt").write_text("log")
     make_trainer(settings(output, schedule__epochs=1)).run()
-    assert (output / "train.log").read_text() == "log"
+    assert (output / "notes.txt").read_text() == "log"

@@ -86,6 +86,20 @@ class Progress:
             "it has a best value without its step, or a step without its value",
         )
 
+    def start_from(self, checkpoint: Path | None, steps_per_epoch: int, total_steps: int) -> None:
+        """Note the steps of an epoch of the run; refuse a checkpoint, None = none, of a run with other steps."""
+        before = steps_per_epoch if checkpoint is None else self.steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch
+        require(
+            before == steps_per_epoch,
+            f"{checkpoint} has {before} steps in an epoch and this run {steps_per_epoch}: use the training data it was "
+            "written with",
+        )
+        require(
+            self.step <= total_steps,
+            f"{checkpoint} is at step {self.step}, and this run has {total_steps}: make the schedule longer",
+        )
+
 
 class CheckpointFolder:
     """The checkpoints of a run: step-00001200/, …, and best, which points to one of them.

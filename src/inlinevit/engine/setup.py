@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import did_you_mean, require
 from .config import OptimizerConfig, RunConfig, ScheduleConfig
+from .runs import recorded_attentions, require_attentions
 
 # Schedules that are functions of the step.
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
@@ -122,6 +125,18 @@ def convert_batch_norms(model: nn.Module, accelerator: Accelerator) -> nn.Module
     )
     # timm's own: torch's would lose the activations that timm has in its norms.
     return convert_sync_batchnorm(model)
+
+
+def build_model(build: Callable[[], nn.Module], run: RunConfig, accelerator: Accelerator) -> nn.Module:
+    """Build the model of a run; if it is to be sharded, only the main process has its weights."""
+    set_seed(derive_seed(run.seed))
+    try:
+        return build_on_meta(build) if run.fsdp and not accelerator.is_main_process else build()
+    except ValueError:
+        # The run that is resumed knows the modules of its attentions.
+        require_attentions(run.output, recorded_attentions(Path(run.output)))
+        require_attentions("the configuration", run.attention_modules)
+        raise
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:

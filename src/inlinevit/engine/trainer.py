@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,10 +23,9 @@ from .logger import RunLogger
 from .monitor import StepMonitor, StepValues
 from .nan_dump import write_nan_dump
 from .run_folder import RunFolder
-from .runs import recorded_attentions, require_attentions
 from .settings import describe_settings
 from .setup import (
-    build_on_meta,
+    build_model,
     convert_batch_norms,
     enable_grad_checkpointing,
     make_ema,
@@ -52,7 +51,9 @@ class Trainer:
         self.task, self.config = task, config
         run = config.run
         self.accelerator = make_train_accelerator(run)
-        model: Any = run_local_main_first(self.accelerator, self.build_model)
+        model: Any = run_local_main_first(
+            self.accelerator, partial(build_model, task.build_model, run, self.accelerator)
+        )
         run.attention_modules = modules_of_attentions(model)
         self.folder = RunFolder(config, self.accelerator, task.command, task.metadata())
         if run.sync_batch_norm:
@@ -94,38 +95,11 @@ class Trainer:
         self.model = self.accelerator.prepare_model(model, evaluation_mode=run.fsdp)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.ema = make_ema(self.unwrapped_model, run, self.total_batch)
-        self.check_progress()
+        self.progress.start_from(self.folder.resume_path, self.steps_per_epoch, self.total_steps)
         self.stop = StopRequest()
         self.monitor = StepMonitor(self.accelerator)
         # When the last checkpoint was written.
         self.saved_at = time.monotonic()
-
-    def build_model(self) -> nn.Module:
-        """Build the model; if it is to be sharded, only the main process has its weights."""
-        set_seed(derive_seed(self.config.run.seed))
-        try:
-            if self.config.run.fsdp and not self.accelerator.is_main_process:
-                return build_on_meta(self.task.build_model)
-            return self.task.build_model()
-        except ValueError:
-            # The run that is resumed knows the modules of its attentions.
-            require_attentions(self.config.run.output, recorded_attentions(Path(self.config.run.output)))
-            require_attentions("the configuration", self.config.run.attention_modules)
-            raise
-
-    def check_progress(self) -> None:
-        """Refuse a checkpoint of another training run."""
-        path, now = self.folder.resume_path, self.steps_per_epoch
-        before = self.progress.steps_per_epoch if path is not None else now
-        self.progress.steps_per_epoch = now
-        require(
-            before == now,
-            f"{path} has {before} steps in an epoch and this run {now}: use the training data it was written with",
-        )
-        require(
-            self.progress.step <= self.total_steps,
-            f"{path} is at step {self.progress.step}, and this run has {self.total_steps}: make the schedule longer",
-        )
 
     @property
     def unwrapped_model(self) -> nn.Module:

@@ -58,7 +58,8 @@ def make_data(folder: Path, kind: str, replaced: dict[int, bytes] | None = None)
         file = folder / str(number % 5) / f"{number}.jpg"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(content)
-    return open_source(DataConfig(path=str(folder)), training=True)
+    # With data for evaluation, nothing is held out.
+    return open_source(DataConfig(path=str(folder), eval_path=str(folder)), training=True)
 
 
 def training(source: ImageSource | ShardSource, workers: int = 0, repeats: int = 1, **options: Any) -> TrainLoader:

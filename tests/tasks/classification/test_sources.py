@@ -484,7 +484,9 @@ def test_a_share_of_data_that_are_not_divided_is_held_out(packed: bool, tmp_path
         names = [[cast(ImageSource, source).name(index) for index in range(len(source))] for source in sources]
         return [["/".join(Path(name.partition(" in ")[0]).parts[-2:]) for name in part] for part in names]
 
-    training, held_out = parts(path)
+    assert len(open_source(DataConfig(path=str(path)), training=False)) == 26
+    training, held_out = parts(path, eval_share=0.2)
+    assert len(open_source(DataConfig(path=str(path)), training=True)) == len(training)
     assert [sum(name.startswith(kind) for name in held_out) for kind in "abc"] == [4, 1, 0]
     assert sorted(training + held_out) == sorted(f"{kind}/{name}" for kind, names in kinds.items() for name in names)
     assert len(parts(path, eval_share=0.5)[1]) == 10 + 2
@@ -492,7 +494,7 @@ def test_a_share_of_data_that_are_not_divided_is_held_out(packed: bool, tmp_path
     assert len(parts(path, eval_share=0.99)[0]) == 3
     # A copy is divided in the same way, and so is one with further images, but for few.
     copy = make_classes(tmp_path / "copy", {**kinds, "a": [f"{i}.png" for i in range(25)]})
-    assert len(set(held_out) - set(parts(copy)[1])) <= 1
+    assert len(set(held_out) - set(parts(copy, eval_share=0.2)[1])) <= 1
     # Images that are given for evaluation are all used, and nothing is held out of those for training.
     assert [len(part) for part in parts(path, eval_path=str(path))] == [26, 26]
 

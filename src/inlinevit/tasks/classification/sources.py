@@ -393,7 +393,8 @@ def _open_split(config: DataConfig, request: SplitRequest) -> ImageSource | Shar
     may_hold_out = config.eval_path is None
     part = find_part(Path(path), request, is_eval_path, may_hold_out)
     source = FolderSource(part) if part.is_dir() else TarSource(part)
-    if part == Path(path) and may_hold_out:
+    # A run that holds out images has the share in its config; other data are evaluated as a whole.
+    if part == Path(path) and may_hold_out and (request.training or config.eval_share is not None):
         return hold_out(source, config.eval_share or DEFAULT_EVAL_SHARE, request.training)
     return source
 

@@ -39,7 +39,7 @@ from .predictor import (
     load_classifier,
 )
 from .shards import ShardImages, ShardSource
-from .sources import ImageSource, match_labels, open_source, source_paths
+from .sources import DEFAULT_EVAL_SHARE, ImageSource, SelectedSource, match_labels, open_source, source_paths
 from .transforms import input_spec, training_transform
 
 
@@ -154,6 +154,8 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
         # Mixup pairs the images of a batch.
         self.batch_multiple = 2 if config.augment.mixes else 1
         self.train_source = open_source(config.data, training=True)
+        if isinstance(self.train_source, SelectedSource):
+            config.data.eval_share = config.data.eval_share or DEFAULT_EVAL_SHARE
         self.settle_inputs()
         self.classes = self.train_source.classes
         self.eval_source = open_source(config.data, training=False)
