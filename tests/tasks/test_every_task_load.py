@@ -321,7 +321,10 @@ def test_arguments_that_do_not_fit_the_run(task: str, run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("task", "package", "extra"),
-    [("classification", "accelerate", "train"), ("detection", "pycocotools", "detection")],
+    [
+        ("classification", "accelerate", "train"),
+        pytest.param("detection", "pycocotools", "detection", marks=pytest.mark.slow),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(run: Path, package: str, extra: str) -> None:
     code = f"import sys, inlinevit; sys.modules[{package!r}] = None; inlinevit.load({str(run)!r})"

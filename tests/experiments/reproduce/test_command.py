@@ -57,6 +57,7 @@ def change_one(monkeypatch: pytest.MonkeyPatch, key: str, **optimizer: Any) -> N
     monkeypatch.setattr(command, "cell_config", changed)
 
 
+@pytest.mark.slow
 def test_two_jobs_train_what_is_missing(
     small_studies: dict[str, Study],
     data: str,
