@@ -63,6 +63,7 @@ def with_command(task: TaskEntry) -> Entry:
 COMMANDS: dict[str, Entry] = {
     "demo": from_module("demo", "train softmax, linear and InLine attention side by side, in minutes"),
     "models": from_module("models", "list all models with their size, cost and accuracy"),
+    "info": from_module("info", "print versions, devices, and whether the native CPU kernels are used"),
     "recipes": from_module("recipes", "list the recipes that --config takes, or print one of them"),
     **of_task(TASKS["classification"]),
     **{task.command: with_command(task) for task in TASKS.values() if task.command},

@@ -1,7 +1,7 @@
-"""Compiled kernels for CPUs: InLine attention forward and backward, the transformer block and int8 layers for inference.
+"""Compiled kernels for CPUs: InLine attention, forward and backward; the block and int8 layers for inference.
 
-The C++ sources are in native/. They are compiled when the package is installed (build.py), to one library that does not
-depend on the versions of Python and torch; `status()` tells whether it is used.
+The C++ sources are in native/. They are compiled when the package is installed (build.py), to one library that does
+not depend on the versions of Python and torch; `status()` tells whether it is used.
 """
 
 from ._library import Status, available, status

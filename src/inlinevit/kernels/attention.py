@@ -41,18 +41,13 @@ def inline_attention(
     Returns:
         (batch, prefix + H·W, channels of the group).
     """
-    sizes = list(windows)
-    if scale is None:
-        scale = (qkv.shape[2] // (3 * num_heads)) ** -0.5
-    check(qkv, kernels, bias, num_heads, sizes)
     differentiable = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (qkv, kernels, bias)
     )
-    out, _ = torch.ops.inlinevit.attention(qkv, kernels, bias, num_heads, sizes, scale, differentiable)
-    return out
+    return torch.ops.inlinevit.attention(qkv, kernels, bias, num_heads, list(windows), scale, differentiable)[0]
 
 
-def check(qkv: Tensor, kernels: Tensor | None, bias: Tensor | None, num_heads: int, windows: list[int]) -> None:
+def check(qkv: Tensor, kernels: Tensor | None, bias: Tensor | None, num_heads: int, windows: Sequence[int]) -> None:
     """Raise ValueError for what the kernel cannot compute: it reads memory without asking."""
     if qkv.dim() != 3 or num_heads < 1 or qkv.shape[2] % (3 * num_heads) != 0 or qkv.shape[2] == 0:
         raise ValueError(
@@ -70,10 +65,10 @@ def check(qkv: Tensor, kernels: Tensor | None, bias: Tensor | None, num_heads: i
         raise ValueError("a bias is added together with the convolution: pass kernels as well")
 
 
-def check_windows(windows: list[int], tokens: int, num_heads: int) -> None:
+def check_windows(windows: Sequence[int], tokens: int, num_heads: int) -> None:
     """Raise ValueError for windows that do not fit the map, the tokens or the heads."""
     if len(windows) != 8:
-        raise ValueError(f"windows must be the 8 numbers of layers.layouts.Windows, but they are {windows}")
+        raise ValueError(f"windows must be the 8 numbers of layers.layouts.Windows, but they are {tuple(windows)}")
     map_height, map_width, height, width, shift_up, shift_left, head_group, num_head_groups = windows
     if not (1 <= height <= map_height and 1 <= width <= map_width):
         raise ValueError(f"windows of {height}×{width} do not fit into the map of {map_height}×{map_width}")
@@ -110,20 +105,21 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def describe(qkv: Tensor, num_heads: int, windows: Sequence[int], scale: float) -> CAttention:
+def describe(qkv: Tensor, num_heads: int, windows: Sequence[int], scale: float | None) -> CAttention:
     """Return the shapes for the library."""
     width = qkv.shape[2] // (3 * num_heads)
     prefix = qkv.shape[1] - windows[0] * windows[1]
+    scale = width**-0.5 if scale is None else scale
     return CAttention(qkv.shape[0], prefix, num_heads, width, torch.get_num_threads(), scale, CWindows(*windows))
 
 
 OPS.define(
-    "attention(Tensor qkv, Tensor? kernels, Tensor? bias, int num_heads, SymInt[] windows, float scale, bool save_state)"
-    " -> (Tensor, Tensor)"
+    "attention(Tensor qkv, Tensor? kernels, Tensor? bias, int num_heads, SymInt[] windows, float? scale, "
+    "bool save_state) -> (Tensor, Tensor)"
 )
 OPS.define(
     "attention_backward(Tensor grad, Tensor qkv, Tensor? kernels, Tensor state, int num_heads, SymInt[] windows, "
-    "float scale, bool has_bias) -> (Tensor, Tensor, Tensor)"
+    "float? scale, bool has_bias) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -134,7 +130,7 @@ def make_outputs(
     bias: Tensor | None,
     num_heads: int,
     windows: Sequence[int],
-    scale: float,
+    scale: float | None,
     save_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return empty outputs: the result, and what the backward pass needs (covariance, mean key, mean value)."""
@@ -152,11 +148,11 @@ def attention(
     bias: Tensor | None,
     num_heads: int,
     windows: Sequence[int],
-    scale: float,
+    scale: float | None,
     save_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute the forward pass; see inline_attention."""
-    check(qkv, kernels, bias, num_heads, list(windows))
+    check(qkv, kernels, bias, num_heads, windows)
     out, state = make_outputs(qkv, kernels, bias, num_heads, windows, scale, save_state)
     if out.numel() > 0:
         qkv, kernels, bias = qkv.contiguous(), contiguous(kernels), contiguous(bias)
@@ -174,7 +170,7 @@ def make_gradients(
     state: Tensor,
     num_heads: int,
     windows: Sequence[int],
-    scale: float,
+    scale: float | None,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty gradients of qkv, of the kernels (empty without them) and of the bias for each window."""
@@ -193,7 +189,7 @@ def attention_backward(
     state: Tensor,
     num_heads: int,
     windows: Sequence[int],
-    scale: float,
+    scale: float | None,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of attention."""

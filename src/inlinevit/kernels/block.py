@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,8 @@ class PackedBlock:
     """The weights of a block, packed. It does not follow later changes of the weights.
 
     Attributes:
-        tensors: Those named by VECTORS, of which the OPTIONAL ones may be empty; then a PackedLinear for each of LINEARS.
+        tensors: Those named by VECTORS, of which the OPTIONAL ones may be empty; then a PackedLinear for each of
+            LINEARS.
         hidden_dim: Width of the MLP.
         num_heads: Heads.
         context_before_norm: Whether the local residual's mean token is that of the block's input, or of its norm.
@@ -40,7 +43,7 @@ class PackedBlock:
     norm1_eps: float
     norm2_eps: float
 
-    def __call__(self, x: Tensor, windows: WindowSizes | Sequence[WindowSizes], *, prefix_only: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, windows: Sequence[WindowSizes], *, prefix_only: bool = False) -> Tensor:
         """Map tokens to tokens, without a gradient.
 
         Args:
@@ -51,18 +54,24 @@ class PackedBlock:
         Returns:
             (batch, prefix + H·W, channels), or (batch, prefix, channels).
         """
-        numbers = [number for group in windows for number in (group if isinstance(group, Sequence) else (group,))]
-        return torch.ops.inlinevit.block(
-            x,
-            list(self.tensors),
-            numbers,
-            self.hidden_dim,
-            self.num_heads,
-            self.context_before_norm,
-            self.norm1_eps,
-            self.norm2_eps,
-            prefix_only,
-        )
+        if type(x) is Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            # The dispatcher and the checks of all tensors would take longer than a small block.
+            return compute(self.description, x, windows, prefix_only)
+        numbers = [number for group in windows for number in group]
+        return torch.ops.inlinevit.block(x, list(self.tensors), numbers, *self.options, prefix_only)
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """All that is not a tensor, as describe_block takes it."""
+        return (self.hidden_dim, self.num_heads, self.context_before_norm, self.norm1_eps, self.norm2_eps)
+
+    @cached_property
+    def description(self) -> CBlock:
+        """The weights for the library; it has addresses of the tensors, and is never copied or pickled."""
+        return describe_block(self.tensors, *self.options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "description"}
 
 
 def pack_block(
@@ -118,95 +127,87 @@ def pack_block(
 
 
 OPS.define(
-    "block(Tensor x, Tensor[] tensors, SymInt[] windows, int hidden_dim, int num_heads, bool context_before_norm, float norm1_eps, "
-    "float norm2_eps, bool prefix_only) -> Tensor"
+    "block(Tensor x, Tensor[] tensors, SymInt[] windows, int hidden_dim, int num_heads, bool context_before_norm, "
+    "float norm1_eps, float norm2_eps, bool prefix_only) -> Tensor"
 )
 
 
 @torch.library.register_fake("inlinevit::block", lib=OPS)
-def make_output(
-    x: Tensor,
-    tensors: Sequence[Tensor],
-    windows: Sequence[int],
-    hidden_dim: int,
-    num_heads: int,
-    context_before_norm: bool,
-    norm1_eps: float,
-    norm2_eps: float,
-    prefix_only: bool,
-) -> Tensor:
+def make_output(x: Tensor, tensors: Sequence[Tensor], windows: Sequence[int], *options: Any) -> Tensor:
     """Return an empty output."""
+    prefix_only = options[-1]
     tokens = x.shape[1] - windows[0] * windows[1] if prefix_only else x.shape[1]
     return x.new_empty(x.shape[0], tokens, x.shape[2])
 
 
 @torch.library.impl("inlinevit::block", "CPU", lib=OPS)
-def compute(
-    x: Tensor,
+def block(x: Tensor, tensors: Sequence[Tensor], windows: Sequence[int], *options: Any) -> Tensor:
+    """Compute a block; see PackedBlock.__call__. options: those of describe_block, and prefix_only."""
+    groups = [windows[i : i + 8] for i in range(0, len(windows), 8)]
+    return compute(describe_block(tensors, *options[:-1]), x, groups, options[-1])
+
+
+def describe_block(
     tensors: Sequence[Tensor],
-    windows: Sequence[int],
     hidden_dim: int,
     num_heads: int,
     context_before_norm: bool,
     norm1_eps: float,
     norm2_eps: float,
-    prefix_only: bool,
-) -> Tensor:
-    """Compute a block; see PackedBlock.__call__."""
-    if x.dim() != 3 or x.dtype != torch.float32:
-        raise ValueError(f"expected float32 tokens (batch, tokens, channels), but got {x.dtype} of shape {x.shape}")
-    channels, groups = x.shape[2], [list(windows[i : i + 8]) for i in range(0, len(windows), 8)]
-    for group in groups:
-        check_windows(group, x.shape[1], num_heads)
-    if [group[6:] for group in groups] not in ([[0, 1]], [[0, 2], [1, 2]]):
-        raise ValueError(f"expected the windows of one head group or of two, but got {groups}")
-    prefix = x.shape[1] - groups[0][0] * groups[0][1]
-    if prefix_only and (groups[0][:2] != groups[0][2:4] or len(groups) > 1 or prefix == 0):
-        raise ValueError("prefix_only needs prefix tokens, and one window that covers the map")
-    out = make_output(
-        x, tensors, windows, hidden_dim, num_heads, context_before_norm, norm1_eps, norm2_eps, prefix_only
-    )
-    if out.numel() == 0:
-        return out
-    x = x.contiguous()
-    block = describe_block(tensors, channels, hidden_dim, num_heads)
-    block.batch, block.prefix, block.threads = x.shape[0], prefix, torch.get_num_threads()
-    block.prefix_only, block.context_before_norm = prefix_only, context_before_norm
-    block.norm1_eps, block.norm2_eps = norm1_eps, norm2_eps
-    block.num_head_groups = len(groups)
-    for index, group in enumerate(groups):
-        block.windows[index] = CWindows(*group)
-    call("block", byref(block), x.data_ptr(), out.data_ptr())
-    return out
-
-
-def describe_block(tensors: Sequence[Tensor], channels: int, hidden: int, num_heads: int) -> CBlock:
+) -> CBlock:
     """Return the weights of a block for the library, which keeps no reference to them.
 
     Raises:
         ValueError: The tensors are not those of a packed block of this size.
     """
+    if len(tensors) != len(VECTORS) + 4 * len(LINEARS):
+        raise ValueError("expected the tensors of a PackedBlock")
+    channels = tensors[0].numel()
     width = channels // num_heads
-    names = list(VECTORS)
+    described = CBlock(num_heads=num_heads, head_dim=width, scale=width**-0.5)
+    described.context_before_norm = context_before_norm
+    described.norm1_eps, described.norm2_eps = norm1_eps, norm2_eps
     shapes = [(channels,)] * 4
     shapes += [(num_heads, width, width), (channels,), (num_heads, width, 9, width), (9, channels)]
     shapes += [(9, channels), (channels + LEPE_PADDING,)]
-    if len(tensors) != len(names) + 4 * len(LINEARS) or channels != num_heads * width:
-        raise ValueError("expected the tensors of a PackedBlock")
-    block = CBlock(num_heads=num_heads, head_dim=width, scale=width**-0.5)
-    for name, shape, tensor in zip(names, shapes, tensors, strict=False):
+    for name, shape, tensor in zip(VECTORS, shapes, tensors, strict=False):
         if tensor.numel() == 0 and name in OPTIONAL:
             continue
         if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} of a packed block must be float32 of shape {shape}, but it is {tensor.shape}")
-        setattr(block, name, tensor.data_ptr())
-    sizes = {
-        "qkv": (channels, 3 * channels),
-        "proj": (channels,) * 2,
-        "fc1": (channels, hidden),
-        "fc2": (hidden, channels),
-    }
-    for index, (name, size) in enumerate(sizes.items()):
-        first = len(names) + 4 * index
-        setattr(block, name, describe_linear(PackedLinear(*tensors[first : first + 4]), *size))
-    return block
+        setattr(described, name, tensor.data_ptr())
+    sizes = [(channels, 3 * channels), (channels, channels), (channels, hidden_dim), (hidden_dim, channels)]
+    for index, (name, size) in enumerate(zip(LINEARS, sizes, strict=True)):
+        first = len(VECTORS) + 4 * index
+        setattr(described, name, describe_linear(PackedLinear(*tensors[first : first + 4]), *size))
+    return described
+
+
+def compute(weights: CBlock, x: Tensor, windows: Sequence[WindowSizes], prefix_only: bool) -> Tensor:
+    """Compute a block; see PackedBlock.__call__."""
+    channels = weights.num_heads * weights.head_dim
+    if x.dim() != 3 or x.shape[2] != channels or x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(
+            f"expected float32 tokens of shape (batch, tokens, {channels}) on the CPU, but got {x.dtype} of shape "
+            f"{tuple(x.shape)} on {x.device}"
+        )
+    for group in windows:
+        check_windows(group, x.shape[1], weights.num_heads)
+    if [tuple(group[6:]) for group in windows] not in ([(0, 1)], [(0, 2), (1, 2)]):
+        raise ValueError(f"expected the windows of one head group or of two, but got {windows}")
+    map_height, map_width, height, width = windows[0][:4]
+    prefix = x.shape[1] - map_height * map_width
+    if prefix_only and (prefix == 0 or (height, width) != (map_height, map_width) or len(windows) > 1):
+        raise ValueError("prefix_only needs prefix tokens, and one window that covers the map")
+    out = x.new_empty(x.shape[0], prefix if prefix_only else x.shape[1], channels)
+    if out.numel() == 0:
+        return out
+    x = x.contiguous()
+    # A copy, since several threads may compute with the same weights.
+    block = CBlock.from_buffer_copy(weights)
+    block.batch, block.prefix, block.threads = x.shape[0], prefix, torch.get_num_threads()
+    block.prefix_only, block.num_head_groups = prefix_only, len(windows)
+    for index, group in enumerate(windows):
+        block.windows[index] = CWindows(*group)
+    call("block", byref(block), x.data_ptr(), out.data_ptr())
+    return out

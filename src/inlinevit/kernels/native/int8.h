@@ -52,6 +52,18 @@ INLINEVIT_INLINE Ints dot_quads(Ints sum, Ints a, Ints b) {
 #endif
 }
 
+// Hides where a sum comes from: the compiler would add products to each other before it adds them to the sum, and run out
+// of registers.
+INLINEVIT_INLINE void hide(Ints& sum) {
+#if defined(__AVX512F__) && INLINEVIT_VECTOR_BYTES == 64
+  asm("" : "+v"(sum));
+#elif defined(__AVX2__) && INLINEVIT_VECTOR_BYTES == 32
+  asm("" : "+x"(sum));
+#else
+  (void)sum;
+#endif
+}
+
 // Rows of inputs: integers (rows, depth rounded up to 4) and scales (rows, blocks).
 struct QuantizedRows {
   Quantized* values;
@@ -155,7 +167,10 @@ void multiply_int8(const InlinevitLinear& layer, const QuantizedRows& a, long ro
                 }
                 INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
                   const Ints values = broadcast_ints(i, 2 * half);
-                  INLINEVIT_UNROLL for (int j = 0; j < N; ++j) totals[i][j] += dot_pairs(values, pairs[j]);
+                  INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
+                    totals[i][j] += dot_pairs(values, pairs[j]);
+                    hide(totals[i][j]);
+                  }
                 }
               }
 #endif
