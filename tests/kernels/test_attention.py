@@ -47,9 +47,11 @@ CASES = {
 def reference(
     qkv: Tensor, windows: Windows, num_heads: int, taps: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """The explicit form of attention, and the convolution, by the layers' functions."""
+    """Attention and convolution by the layers' functions."""
     q, k, v = partition_heads(qkv, windows, num_heads)
-    out = merge_heads(ops.inline_attention(q, k, v, mask=padding_mask(k, windows), path="explicit"))
+    # The N×N weights, where they are not too many.
+    path = "explicit" if k.shape[2] < 300 else "covariance"
+    out = merge_heads(ops.inline_attention(q, k, v, mask=padding_mask(k, windows), path=path))
     if taps is not None:
         channels = taps.shape[1]
         static = None if bias is None else (torch.zeros(channels, 1, 3, 3, dtype=qkv.dtype), bias)
@@ -83,7 +85,7 @@ def test_outputs_and_gradients(name: str, dtype: torch.dtype, threads: int) -> N
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for batch, convolved in [(1, True), (2, True), (14, False)]:
+        for batch, convolved in [(1, True), (2, True), (13, False)]:
             inputs = make_inputs(name, batch, dtype) if convolved else make_inputs(name, batch, dtype)[:1]
             ours = [tensor.clone().requires_grad_() for tensor in inputs]
             theirs = [tensor.double().requires_grad_() for tensor in inputs]
