@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,7 +204,7 @@ def attention_backward(
     return gradients
 
 
-def save_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what backward needs."""
     qkv, kernels, bias, num_heads, windows, scale, save_state = inputs
     assert save_state, "attention was called without save_state, but its gradient is needed"
@@ -212,7 +213,7 @@ def save_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, o
     ctx.arguments = (num_heads, windows, scale, bias is not None)
 
 
-def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the arguments of attention."""
     qkv, kernels, state = ctx.saved_tensors
     has_bias = ctx.arguments[-1]

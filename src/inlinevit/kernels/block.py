@@ -167,7 +167,7 @@ def describe_block(
     described = CBlock(num_heads=num_heads, head_dim=width, scale=width**-0.5)
     described.context_before_norm = context_before_norm
     described.norm1_eps, described.norm2_eps = norm1_eps, norm2_eps
-    shapes = [(channels,)] * 4
+    shapes: list[tuple[int, ...]] = [(channels,)] * 4
     shapes += [(num_heads, width, width), (channels,), (num_heads, width, 9, width), (9, channels)]
     shapes += [(9, channels), (channels + LEPE_PADDING,)]
     for name, shape, tensor in zip(VECTORS, shapes, tensors, strict=False):

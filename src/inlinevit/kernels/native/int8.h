@@ -15,10 +15,10 @@ namespace {
 
 #ifdef INLINEVIT_VNNI
 using Quantized = uint8_t;
-constexpr int OFFSET = 128;
+constexpr int OFFSET = 128, TERMS = 1;
 #else
 using Quantized = int16_t;
-constexpr int OFFSET = 0;
+constexpr int OFFSET = 0, TERMS = 2;
 #endif
 
 using Ints = Vec<int32_t>;
@@ -29,38 +29,54 @@ INLINEVIT_INLINE Ints load_ints(const void* from) {
   return values;
 }
 
-// Products of pairs of 16-bit numbers, added.
-INLINEVIT_INLINE Ints dot_pairs(Ints a, Ints b) {
-#if defined(__AVX512BW__) && INLINEVIT_VECTOR_BYTES == 64
-  return Ints(_mm512_madd_epi16(__m512i(a), __m512i(b)));
-#elif defined(__AVX2__) && INLINEVIT_VECTOR_BYTES == 32
-  return Ints(_mm256_madd_epi16(__m256i(a), __m256i(b)));
-#elif defined(__SSE2__) && INLINEVIT_VECTOR_BYTES == 16
-  return Ints(_mm_madd_epi16(__m128i(a), __m128i(b)));
-#else
-  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
-
-// sum + products of 4 unsigned by 4 signed 8-bit numbers, added.
-INLINEVIT_INLINE Ints dot_quads(Ints sum, Ints a, Ints b) {
+// sum + products of the integers in each 32-bit lane: 4 inputs and weights of 8 bits, or 2 of 16 bits.
+INLINEVIT_INLINE Ints add_products(Ints sum, Ints inputs, Ints weights) {
+#ifdef INLINEVIT_VNNI
 #if defined(__AVX512VNNI__) && INLINEVIT_VECTOR_BYTES == 64
-  return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(a), __m512i(b)));
+  return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(inputs), __m512i(weights)));
 #else
-  for (int byte = 0; byte < 4; ++byte) sum += (a >> 8 * byte & 255) * (b << (24 - 8 * byte) >> 24);
+  for (int bit = 0; bit < 32; bit += 8) sum += (inputs >> bit & 255) * (weights << (24 - bit) >> 24);
   return sum;
 #endif
+#elif defined(__AVX512BW__) && INLINEVIT_VECTOR_BYTES == 64
+  return sum + Ints(_mm512_madd_epi16(__m512i(inputs), __m512i(weights)));
+#elif defined(__AVX2__) && INLINEVIT_VECTOR_BYTES == 32
+  return sum + Ints(_mm256_madd_epi16(__m256i(inputs), __m256i(weights)));
+#elif defined(__SSE2__) && INLINEVIT_VECTOR_BYTES == 16
+  return sum + Ints(_mm_madd_epi16(__m128i(inputs), __m128i(weights)));
+#else
+  return sum + (inputs << 16 >> 16) * (weights << 16 >> 16) + (inputs >> 16) * (weights >> 16);
+#endif
 }
 
-// Hides where a sum comes from: the compiler would add products to each other before it adds them to the sum, and run out
-// of registers.
-INLINEVIT_INLINE void hide(Ints& sum) {
-#if defined(__AVX512F__) && INLINEVIT_VECTOR_BYTES == 64
-  asm("" : "+v"(sum));
-#elif defined(__AVX2__) && INLINEVIT_VECTOR_BYTES == 32
-  asm("" : "+x"(sum));
+// Copy the weights of a tile's panels, `panel_size` apart, in the order in which it reads them: for each group of 4 inputs
+// one vector per column vector, or two of 16-bit numbers. It is used for all rows.
+void expand_weights(const int8_t* panels, long panel_size, long groups, long vectors, Ints* weights) {
+  for (long group = 0; group < groups; ++group) {
+    for (long j = 0; j < vectors; ++j) {
+      const int8_t* from = panels + j / PANEL_VECTORS * panel_size + group * 4 * PANEL +
+                           j % PANEL_VECTORS * INLINEVIT_VECTOR_BYTES;
+      const Ints bytes = load_ints(from);
+#ifdef INLINEVIT_VNNI
+      weights[group * vectors + j] = bytes;
 #else
-  (void)sum;
+      const Vec<int16_t> words = Vec<int16_t>(bytes);
+      weights[2 * group * vectors + j] = Ints(words << 8 >> 8);
+      weights[(2 * group + 1) * vectors + j] = Ints(words >> 8);
+#endif
+    }
+  }
+}
+
+// Hides from the compiler where a value comes from. It would load weights again for each row, and add products to each
+// other before it adds them to their sum, for which there are not enough registers.
+INLINEVIT_INLINE void hide(Ints& value) {
+#if defined(__AVX512F__) && INLINEVIT_VECTOR_BYTES == 64
+  asm("" : "+v"(value));
+#elif defined(__AVX2__) && INLINEVIT_VECTOR_BYTES == 32
+  asm("" : "+x"(value));
+#else
+  (void)value;
 #endif
 }
 
@@ -122,13 +138,15 @@ void multiply_int8(const InlinevitLinear& layer, const QuantizedRows& a, long ro
   const int8_t* weight = static_cast<const int8_t*>(layer.weight);
   const long panel_size = (layer.inputs + 3) / 4 * GROUP, padded_outputs = round_up(layer.outputs, PANEL);
   alignas(64) float edge[ROWS * TILE_PANELS * PANEL];
+  Ints weights[DEPTH_BLOCK / 4 * TERMS * COLUMN_VECTORS];
   for (long block = 0; block < a.blocks; ++block) {
     const long groups = (smaller(DEPTH_BLOCK, depth - block * DEPTH_BLOCK) + 3) / 4;
     const bool add = block > 0 || epilogue.accumulate, last = block == a.blocks - 1;
     const float* bias = block == 0 ? epilogue.bias : nullptr;
     const int32_t* sums = layer.sums + (first / DEPTH_BLOCK + block) * padded_outputs;
     for_panels(begin, end, [&](long panel, long panels, long column, long columns) {
-      const int8_t* b = weight + panel * panel_size + (first + block * DEPTH_BLOCK) / 4 * GROUP;
+      expand_weights(weight + panel * panel_size + (first + block * DEPTH_BLOCK) / 4 * GROUP, panel_size, groups,
+                     panels * PANEL_VECTORS, weights);
       const bool whole = columns == panels * PANEL;
       for_row_blocks(rows, [&](long row, long count) {
         float* target = out + row * out_stride + column - begin;
@@ -144,36 +162,21 @@ void multiply_int8(const InlinevitLinear& layer, const QuantizedRows& a, long ro
             }
             const Quantized* left = a.values + row * a.stride + block * DEPTH_BLOCK;
             for (long group = 0; group < groups; ++group) {
-              Ints right[N];
-              INLINEVIT_UNROLL for (int j = 0; j < N; ++j)
-                right[j] = load_ints(b + j / PANEL_VECTORS * panel_size + group * GROUP +
-                                     j % PANEL_VECTORS * INLINEVIT_VECTOR_BYTES);
-              auto broadcast_ints = [=](int i, int offset) {
-                int32_t value;
-                memcpy(&value, left + i * a.stride + 4 * group + offset, sizeof value);
-                return value - Ints{};
-              };
-#ifdef INLINEVIT_VNNI
-              INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
-                const Ints values = broadcast_ints(i, 0);
-                INLINEVIT_UNROLL for (int j = 0; j < N; ++j) totals[i][j] = dot_quads(totals[i][j], values, right[j]);
-              }
-#else
-              INLINEVIT_UNROLL for (int half = 0; half < 2; ++half) {
-                Ints pairs[N];
+              INLINEVIT_UNROLL for (int term = 0; term < TERMS; ++term) {
+                Ints right[N];
                 INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
-                  const Vec<int16_t> words = Vec<int16_t>(right[j]);
-                  pairs[j] = Ints(half == 0 ? words << 8 >> 8 : words >> 8);
+                  right[j] = weights[(group * TERMS + term) * N + j];
+                  hide(right[j]);
                 }
                 INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
-                  const Ints values = broadcast_ints(i, 2 * half);
+                  int32_t inputs;
+                  memcpy(&inputs, left + i * a.stride + 4 * group + 2 * term, sizeof inputs);
                   INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
-                    totals[i][j] += dot_pairs(values, pairs[j]);
+                    totals[i][j] = add_products(totals[i][j], inputs - Ints{}, right[j]);
                     hide(totals[i][j]);
                   }
                 }
               }
-#endif
             }
             INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
               const Vec<float> row_scale = broadcast(a.scales[(row + i) * a.blocks + block]);
