@@ -94,8 +94,8 @@ def test_every_variant_gives_the_same_result(variant: str, qkv: Tensor, tmp_path
 
 
 def work_in_child(qkv: Tensor, expected: Tensor) -> None:
-    torch.set_num_threads(2)
-    assert torch.equal(attend(qkv), expected)
+    # By numpy: torch's own OpenMP threads do not survive a fork.
+    assert (attend(qkv).numpy() == expected.numpy()).all()
 
 
 def test_forked_processes(qkv: Tensor) -> None:
@@ -113,9 +113,12 @@ def test_forked_processes(qkv: Tensor) -> None:
             child.start()
         for child in children:
             child.join(60)
+        exit_codes = [child.exitcode for child in children]
+        for child in children:
+            child.kill()
         stop.set()
         busy.join()
-        assert [child.exitcode for child in children] == [0, 0, 0]
+        assert exit_codes == [0, 0, 0]
     finally:
         torch.set_num_threads(before)
 

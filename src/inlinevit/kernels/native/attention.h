@@ -334,8 +334,8 @@ struct Attention {
     key_column = query_column + all;
     value_column = key_column + all;
     // Small windows, and batches that occupy all threads, are not divided.
-    const long most = grid.places() / 96;
-    parts = units() >= 4 * threads ? 1 : larger(1, smaller(most, 4 * threads));
+    const bool divide = threads > 1 && units() < 4 * threads;
+    parts = divide ? larger(1, smaller(grid.places() / 96, 4 * threads)) : 1;
   }
 
   long units() const { return batch * grid.count(); }
