@@ -144,6 +144,8 @@ def test_refuses() -> None:
         packed(x, [whole[0]._replace(num_head_groups=2)])
     with pytest.raises(ValueError, match="prefix_only"):
         packed(x[:, 1:], whole, prefix_only=True)
+    with pytest.raises(ValueError, match="there are 129"):
+        packed(torch.zeros(1, 129 + 15, 30), whole, prefix_only=True)
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -20,6 +20,8 @@ VECTORS = ("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias", *OPTIONAL
 LINEARS = ("qkv", "proj", "fc1", "fc2")
 # The kernel reads whole vectors of LePE's bias.
 LEPE_PADDING = 16
+# Tokens that the kernel computes at once (native/block.h); the prefix tokens of an image are not divided.
+TILE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ def compute(weights: CBlock, x: Tensor, windows: Sequence[WindowSizes], prefix_o
     prefix = x.shape[1] - map_height * map_width
     if prefix_only and (prefix == 0 or (height, width) != (map_height, map_width) or len(windows) > 1):
         raise ValueError("prefix_only needs prefix tokens, and one window that covers the map")
+    if prefix_only and prefix > TILE_TOKENS:
+        raise ValueError(f"prefix_only supports up to {TILE_TOKENS} prefix tokens, but there are {prefix}")
     out = x.new_empty(x.shape[0], prefix if prefix_only else x.shape[1], channels)
     if out.numel() == 0:
         return out

@@ -47,5 +47,7 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor, scales: Tensor, sums: Tenso
     out = x.new_empty(*x.shape[:-1], outputs)
     if out.numel() > 0:
         x = x.contiguous()
-        call("linear", byref(layer), x.numel() // inputs, torch.get_num_threads(), gelu, x.data_ptr(), out.data_ptr())
+        call(
+            "linear", byref(layer), out.numel() // outputs, torch.get_num_threads(), gelu, x.data_ptr(), out.data_ptr()
+        )
     return out

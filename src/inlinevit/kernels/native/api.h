@@ -54,15 +54,15 @@ typedef struct {
 
 typedef struct {
   // Tokens (batch, prefix + H·W, 3 · channels of all heads) to (batch, prefix + H·W, channels of the head group).
-  // kernels: (batch · windows, channels of the group, 9) or null; bias: (channels of the group) or null.
-  // state, for the backward pass, or null: (batch · windows, heads of the group, width + 2, width): the covariance times
-  // the scale, the mean key, the mean value.
+  // kernels: (batch · windows, channels of the group, 9) or null; bias: (channels of the group) or null. state, for
+  // the backward pass, or null: (batch · windows, heads of the group, width + 2, width): the covariance times the
+  // scale, the mean key, the mean value.
   void (*attention_f32)(const InlinevitAttention*, const float* qkv, const float* kernels, const float* bias,
                         float* out, float* state);
   void (*attention_f64)(const InlinevitAttention*, const double* qkv, const double* kernels, const double* bias,
                         double* out, double* state);
-  // grad_kernels (as kernels) and grad_bias (batch · windows, channels of the group) may be null. Of grad_qkv, only the
-  // channels of the head group are written.
+  // grad_kernels (as kernels) and grad_bias (batch · windows, channels of the group) may be null. Of grad_qkv, only
+  // the channels of the head group are written.
   void (*attention_backward_f32)(const InlinevitAttention*, const float* grad, const float* qkv, const float* kernels,
                                  const float* state, float* grad_qkv, float* grad_kernels, float* grad_bias);
   void (*attention_backward_f64)(const InlinevitAttention*, const double* grad, const double* qkv,

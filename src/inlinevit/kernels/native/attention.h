@@ -1,8 +1,9 @@
-// InLine attention from packed q, k and v: out = v̄ + q·(s·C) + a 3×3 convolution of V (docs of ops/inline.py, local.py).
+// InLine attention from packed q, k and v: out = v̄ + q·(s·C) + a 3×3 convolution of V (docs of ops/inline.py,
+// local.py).
 //
-// A window is summarised by the number of its tokens, mean key, mean value and Σ (k − k̄)(v − v̄)ᵀ of each head. Summaries
-// of parts of a window are merged exactly (Chan's formula), so that parts can be computed in parallel, and nothing large
-// is subtracted from something large.
+// A window is summarised by the number of its tokens, mean key, mean value and Σ (k − k̄)(v − v̄)ᵀ of each head.
+// Summaries of parts of a window are merged exactly (Chan's formula), so that parts can be computed in parallel, and
+// nothing large is subtracted from something large.
 #pragma once
 #include "simd.h"
 
@@ -60,8 +61,8 @@ struct Grid {
     return prefix + rows * columns;
   }
 
-  // Pointers to the rows of an array at columns begin − 1 … begin + count of row y of a window; beyond the window and at
-  // padding, pointers to zeros.
+  // Pointers to the rows of an array at columns begin − 1 … begin + count of row y of a window; beyond the window and
+  // at padding, pointers to zeros.
   template <typename T>
   void find_row(const T* array, long stride, long window, long y, long begin, long count, const T* zeros,
                 const T** pointers) const {
@@ -105,8 +106,8 @@ struct Heads {
   long summary() const { return matrix() + 2 * padded_width; }
 };
 
-// Copy columns of rows into a dense matrix (rows, padded width), minus `offset` (padded width) or its own mean, which is
-// written to `mean`. Either may be null.
+// Copy columns of rows into a dense matrix (rows, padded width), minus `offset` (padded width) or its own mean, which
+// is written to `mean`. Either may be null.
 template <typename T>
 void gather(const T* const* rows, long count, long column, const Heads<T>& heads, const T* offset, T* mean, T* dense) {
   for (long j = 0; j < heads.padded_width; j += LANES<T>) {
@@ -180,8 +181,8 @@ struct SummaryBuffers {
         value_mean(arena.take<T>(heads.padded_width)) {}
 };
 
-// Add tokens to the summaries of all heads, which have `count` tokens before. rows: packed q, k and v of each token, of
-// which keys and values of the head group begin at these columns.
+// Add tokens to the summaries of all heads, which have `count` tokens before. rows: packed q, k and v of each token,
+// of which keys and values of the head group begin at these columns.
 template <typename T>
 void summarize(const T* const* rows, long added, long key_column, long value_column, const Heads<T>& heads,
                const SummaryBuffers<T>& buffers, T* summaries, long count) {
@@ -269,7 +270,8 @@ void convolve_row(const Neighbours<T>& neighbours, long count, const T* taps, co
     Vec<T> w[9];
     INLINEVIT_UNROLL for (int tap = 0; tap < 9; ++tap) w[tap] = load(taps + tap * heads.padded_channels + c);
     const Vec<T> constant = bias ? load(bias + c) : Vec<T>{};
-    // Each column is loaded once. It completes the sum of the token on its left, and begins that of the one on its right.
+    // Each column is loaded once. It completes the sum of the token on its left, and begins that of the one on its
+    // right.
     Vec<T> left{}, middle_sum{};
     for (long i = 0; i < count + 2; ++i) {
       const Vec<T> a = load(up[i] + c, lanes), b = load(middle[i] + c, lanes), d = load(down[i] + c, lanes);
@@ -284,8 +286,8 @@ void convolve_row(const Neighbours<T>& neighbours, long count, const T* taps, co
   }
 }
 
-// taps (10, padded channels) += the gradients of the kernels and of the bias, for gradients of the output at one part of a
-// row.
+// taps (10, padded channels) += the gradients of the kernels and of the bias, for gradients of the output at one part
+// of a row.
 template <typename T>
 void correlate_row(const Neighbours<T>& neighbours, const T* const* gradients, long count, const Heads<T>& heads,
                    T* taps) {
@@ -343,7 +345,8 @@ struct Attention {
   long window(long unit) const { return unit % grid.count(); }
   long begin(long part) const { return part_begin(grid.places(), parts, part); }
 
-  // Pointers to the rows of an array (tokens, stride) at these places. Padding: left out if zeros is null, else zeros.
+  // Pointers to the rows of an array (tokens, stride) at these places. Padding: left out if zeros is null, else
+  // zeros.
   long find_rows(const T* array, long row_stride, long window, long begin, long end, int* tokens, const T* zeros,
                  const T** rows) const {
     grid.find_tokens(window, begin, end, tokens);
@@ -363,7 +366,8 @@ template <typename T>
 void transpose_taps(const T* kernels, const Heads<T>& heads, bool backwards, T* taps) {
   memset(taps, 0, 9 * heads.padded_channels * sizeof(T));
   for (long c = 0; c < heads.channels; ++c)
-    for (int tap = 0; tap < 9; ++tap) taps[(backwards ? 8 - tap : tap) * heads.padded_channels + c] = kernels[9 * c + tap];
+    for (int tap = 0; tap < 9; ++tap)
+      taps[(backwards ? 8 - tap : tap) * heads.padded_channels + c] = kernels[9 * c + tap];
 }
 
 // Scratch of a task that summarises tokens or computes outputs.
@@ -411,8 +415,8 @@ long summarize_places(const Attention<T>& attention, const T* qkv, long window, 
   return count;
 }
 
-// Attention and convolution at up to OUTPUT_TOKENS places, into buffers.out (places, padded channels); taps may be null.
-// buffers.tokens are the tokens of the places then.
+// Attention and convolution at up to OUTPUT_TOKENS places, into buffers.out (places, padded channels); taps may be
+// null. buffers.tokens are the tokens of the places then.
 template <typename T>
 void attend_places(const Attention<T>& attention, const T* qkv, long window, long begin, long end, const T* summaries,
                    const T* taps, const T* bias, const AttentionBuffers<T>& buffers, T* out) {
@@ -506,7 +510,8 @@ void attention_forward(const InlinevitAttention* shape, const T* qkv, const T* k
 }
 
 // What the backward pass needs of all tokens. Of each part, sums: for each head Σ qᵀ·g and Σ g; for each channel the
-// gradients of the 9 taps and of the bias. Of each unit and head: the matrices that g, v − v̄ and k − k̄ are multiplied by.
+// gradients of the 9 taps and of the bias. Of each unit and head: the matrices that g, v − v̄ and k − k̄ are
+// multiplied by.
 template <typename T>
 struct GradientSums {
   long head_size, size, matrices_size;

@@ -1,7 +1,7 @@
 // The transformer block for inference: norm → InLine attention → add, norm → MLP → add.
 //
-// Tokens are processed in tiles, so that everything between two reads of the tokens stays in the L2 cache. If a window
-// covers the map there are two passes:
+// Tokens are processed in tiles, so that everything between two reads of the tokens stays in the L2 cache. If a
+// window covers the map there are two passes:
 //   1. norm → q, k, v → summaries of the tile's keys and values, sum of its tokens;
 //      (all summaries are merged, and the kernels of the local residual are made from the mean token)
 //   2. v̄ + q·(s·C) + convolution → projection + skip → norm → MLP + skip.
@@ -13,7 +13,8 @@
 namespace {
 
 constexpr long TILE_TOKENS = OUTPUT_TOKENS, TYPICAL_TILE = 104, SMALLEST_TILE = 16;
-// Bytes of packed q, k and v up to which images are processed together: they stay in the L3 cache until the second pass.
+// Bytes of packed q, k and v up to which images are processed together: they stay in the L3 cache until the second
+// pass.
 constexpr long ROUND_BYTES = 16 << 20;
 
 // Into how many tiles each image is divided: enough for all threads, none larger than TILE_TOKENS.
@@ -50,7 +51,8 @@ struct Products {
 };
 
 struct LinearBuffers : Products {
-  LinearBuffers(Arena& arena, const InlinevitLinear& layer) : Products(arena, layer.scales ? TILE_TOKENS : 0, layer.inputs) {}
+  LinearBuffers(Arena& arena, const InlinevitLinear& layer)
+      : Products(arena, layer.scales ? TILE_TOKENS : 0, layer.inputs) {}
 };
 
 void linear_forward(const InlinevitLinear* layer, int64_t rows, int64_t threads, int64_t gelu, const float* x,
@@ -269,7 +271,8 @@ void forward_whole_map(const BlockPlan& plan, const float* x, float* out) {
   };
   if (block.prefix_only) {
     // As many images at a time as a tile holds.
-    const long together = larger(1, smaller(TILE_TOKENS / block.prefix, (plan.images + block.threads - 1) / block.threads));
+    const long images_of_thread = (plan.images + block.threads - 1) / block.threads;
+    const long together = larger(1, smaller(TILE_TOKENS / block.prefix, images_of_thread));
     parallel((plan.images + together - 1) / together, block.threads, [&](long task) {
       const long image = task * together, images = smaller(together, plan.images - image), prefix = block.prefix;
       auto buffers = BlockBuffers::take(plan);

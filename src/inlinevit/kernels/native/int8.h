@@ -1,9 +1,10 @@
-// int8 products: weights are integers with a scale for each output, inputs are quantised to −127…127 with a scale for each
-// row and block of DEPTH_BLOCK inputs. Sums of integers are exact, so all variants give the same ones.
+// int8 products: weights are integers with a scale for each output, inputs are quantised to −127…127 with a scale for
+// each row and block of DEPTH_BLOCK inputs. Sums of integers are exact, so all variants give the same ones.
 //
 // Packed weights have 4 inputs of an output side by side, in the order 0, 2, 1, 3. Taken as 16-bit numbers, their low
-// bytes are inputs 0 and 1, their high bytes 2 and 3: pairs for a multiply-add of 16-bit numbers, which cannot overflow.
-// (The one of 8-bit numbers saturates.) VNNI multiplies all 4 at once; there the inputs are unsigned, offset by 128.
+// bytes are inputs 0 and 1, their high bytes 2 and 3: pairs for a multiply-add of 16-bit numbers, which cannot
+// overflow. (The one of 8-bit numbers saturates.) VNNI multiplies all 4 at once; there the inputs are unsigned,
+// offset by 128.
 #pragma once
 #include "gemm.h"
 
@@ -49,8 +50,8 @@ INLINEVIT_INLINE Ints add_products(Ints sum, Ints inputs, Ints weights) {
 #endif
 }
 
-// Copy the weights of a tile's panels, `panel_size` apart, in the order in which it reads them: for each group of 4 inputs
-// one vector per column vector, or two of 16-bit numbers. It is used for all rows.
+// Copy the weights of a tile's panels, `panel_size` apart, in the order in which it reads them: for each group of 4
+// inputs one vector per column vector, or two of 16-bit numbers. It is used for all rows.
 void expand_weights(const int8_t* panels, long panel_size, long groups, long vectors, Ints* weights) {
   for (long group = 0; group < groups; ++group) {
     for (long j = 0; j < vectors; ++j) {
@@ -68,8 +69,8 @@ void expand_weights(const int8_t* panels, long panel_size, long groups, long vec
   }
 }
 
-// Hides from the compiler where a value comes from. It would load weights again for each row, and add products to each
-// other before it adds them to their sum, for which there are not enough registers.
+// Hides from the compiler where a value comes from. It would load weights again for each row, and add products to
+// each other before it adds them to their sum, for which there are not enough registers.
 INLINEVIT_INLINE void hide(Ints& value) {
 #if defined(__AVX512F__) && INLINEVIT_VECTOR_BYTES == 64
   asm("" : "+v"(value));

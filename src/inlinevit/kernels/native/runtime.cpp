@@ -36,22 +36,23 @@ struct Job {
   }
 };
 
-// How long to watch for what comes next before going to sleep. Waking up takes about as long; the steps of one call, and
-// the layers of a model, follow each other faster.
+// How long to watch for what comes next before going to sleep. Waking up takes about as long; the steps of one call,
+// and the layers of a model, follow each other faster.
 constexpr auto WATCH = std::chrono::microseconds(40);
 
 template <typename Condition>
 void watch(Condition condition) {
-  for (const auto end = std::chrono::steady_clock::now() + WATCH; !condition() && std::chrono::steady_clock::now() < end;) {
+  using Clock = std::chrono::steady_clock;
+  for (const auto end = Clock::now() + WATCH; !condition() && Clock::now() < end;) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #endif
   }
 }
 
-// Workers sleep between calls: spinning ones would slow down torch's threads. A job lies in the queue once for each worker
-// that it could use. Whoever has called run_tasks works as well, and never waits for workers that have not come: calls
-// from several threads share the workers, and each of them ends even if it gets none.
+// Workers sleep between calls: spinning ones would slow down torch's threads. A job lies in the queue once for each
+// worker that it could use. Whoever has called run_tasks works as well, and never waits for workers that have not
+// come: calls from several threads share the workers, and each of them ends even if it gets none.
 class Pool {
  public:
   void run(Job& job, long threads) {
@@ -112,8 +113,8 @@ class Pool {
   long workers_ = 0;
 };
 
-// Never destroyed, because its workers run until the process ends. After a fork the child has none of them, and the mutex
-// may be locked forever: the child starts with a new pool.
+// Never destroyed, because its workers run until the process ends. After a fork the child has none of them, and the
+// mutex may be locked forever: the child starts with a new pool.
 std::atomic<Pool*> pool{nullptr};
 
 Pool& current_pool() {

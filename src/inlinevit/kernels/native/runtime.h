@@ -12,8 +12,8 @@ void run_tasks(long count, long threads, Task task, void* context);
 
 enum class Scratch { caller, task, count };
 
-// Memory of the current thread, 64-byte aligned, valid until the same thread asks for the same kind again. Uninitialised.
-// A function that starts tasks uses `caller`, the tasks use `task`: the first thread does both.
+// Memory of the current thread, 64-byte aligned, valid until the same thread asks for the same kind again.
+// Uninitialised. A function that starts tasks uses `caller`, the tasks use `task`: the first thread does both.
 void* scratch(Scratch kind, size_t bytes);
 
 // Free what a call has left in the caller's scratch if it is large; the rest is reused by the next call.

@@ -1,8 +1,8 @@
 // Vectors, loops over tasks, scratch memory.
 //
-// variant.cpp is compiled several times, for other instruction sets and vector lengths. All that it includes has internal
-// linkage and uses no templates of the standard library: the linker would merge equally named functions of the variants,
-// and an older CPU could get one with instructions that it does not have.
+// variant.cpp is compiled several times, for other instruction sets and vector lengths. All that it includes has
+// internal linkage and uses no templates of the standard library: the linker would merge equally named functions of
+// the variants, and an older CPU could get one with instructions that it does not have.
 #pragma once
 #include <math.h>
 #include <stdint.h>

@@ -1,4 +1,5 @@
-// One variant of the kernels: compiled with the flags of an instruction set, INLINEVIT_VARIANT and INLINEVIT_VECTOR_BYTES.
+// One variant of the kernels: compiled with the flags of an instruction set, INLINEVIT_VARIANT and
+// INLINEVIT_VECTOR_BYTES.
 #include "attention.h"
 #include "block.h"
 
