@@ -12,7 +12,7 @@ help:  ## list the targets
 
 install: $(STAMP)  ## set up .venv with the pinned dependencies (PYTHON=python3.12 to choose another interpreter)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/inlinevit/kernels/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
