@@ -5,14 +5,14 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow faults fuzz lint format bench bench-record results timm-suite clean
+.PHONY: help install demo test test-slow test-kernels-sanitized faults fuzz lint format bench bench-record results timm-suite clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)  ## set up .venv with the pinned dependencies (PYTHON=python3.12 to choose another interpreter)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/inlinevit/kernels/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
@@ -26,6 +26,19 @@ test: install  ## run the fast tests (ARGS="-k swin" goes to pytest)
 
 test-slow: install  ## run the slow tests
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)
+
+# Python itself is not instrumented: the sanitizer's runtime has to be loaded first, with the C++ library whose exceptions
+# it intercepts, and what others leak is not reported. The AVX-512 variants are compiled to AVX2 instructions.
+SANITIZED := $(CURDIR)/.cache/libinlinevit_kernels_sanitized.so
+test-kernels-sanitized: install  ## run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer
+	mkdir -p $(dir $(SANITIZED))
+	$(BIN)/python src/inlinevit/kernels/build.py --sanitize --emulate --output $(SANITIZED)
+	for variant in avx512_vnni avx512 avx2 generic; do \
+		LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so) \
+		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 \
+		INLINEVIT_KERNELS_LIBRARY=$(SANITIZED) INLINEVIT_KERNELS=$$variant \
+		$(BIN)/python -m pytest tests/kernels/test_attention.py tests/kernels/test_block.py $(ARGS) || exit 1; \
+	done
 
 faults: install  ## kill, starve, damage and disturb training runs, and print a table; 20 minutes (docs/reliability.md)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/faults.py $(ARGS)

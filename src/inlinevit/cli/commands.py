@@ -55,6 +55,7 @@ def of_task(task: TaskEntry) -> dict[str, Entry]:
 COMMANDS: dict[str, Entry] = {
     "demo": Entry("train softmax, linear and InLine attention side by side, in minutes", partial(from_module, "demo")),
     "models": Entry("list all models with their size, cost and accuracy", partial(from_module, "models")),
+    "info": Entry("print versions, devices, and the state of the native CPU kernels", partial(from_module, "info")),
     "recipes": Entry("list the recipes that --config takes, or print one of them", partial(from_module, "recipes")),
     **of_task(TASKS["classification"]),
     **{

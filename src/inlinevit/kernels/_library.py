@@ -1,0 +1,169 @@
+"""The compiled library: found, loaded and described. Without it, everything is computed by torch."""
+
+import ctypes
+import os
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .build import LIBRARY
+
+# Which variant to use (avx512_vnni, avx512, avx2, generic), or "off"; by default the best that the CPU supports.
+VARIANT_VARIABLE = "INLINEVIT_KERNELS"
+# Another library, for tests of sanitized builds.
+LIBRARY_VARIABLE = "INLINEVIT_KERNELS_LIBRARY"
+
+# Of native/api.h.
+API_VERSION = 1
+
+
+class CWindows(Structure):
+    """InlinevitWindows."""
+
+    _fields_ = [
+        (name, c_int64)
+        for name in (
+            "map_height",
+            "map_width",
+            "height",
+            "width",
+            "shift_up",
+            "shift_left",
+            "head_group",
+            "num_head_groups",
+        )
+    ]
+
+
+class CAttention(Structure):
+    """InlinevitAttention."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("batch", "prefix", "num_heads", "head_dim", "threads")),
+        ("scale", c_double),
+        ("windows", CWindows),
+    ]
+
+
+class CLinear(Structure):
+    """InlinevitLinear."""
+
+    _fields_ = [
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        *((name, c_void_p) for name in ("weight", "bias", "scales", "sums")),
+    ]
+
+
+class CBlock(Structure):
+    """InlinevitBlock."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("batch", "prefix", "num_heads", "head_dim", "threads")),
+        ("prefix_only", c_int64),
+        ("context_before_norm", c_int64),
+        *((name, c_double) for name in ("scale", "norm1_eps", "norm2_eps")),
+        ("num_head_groups", c_int64),
+        ("windows", CWindows * 2),
+        *((name, c_void_p) for name in ("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias")),
+        *((name, CLinear) for name in ("qkv", "proj", "fc1", "fc2")),
+        *((name, c_void_p) for name in ("local1_weight", "local1_bias", "local2_weight", "local2_bias")),
+        *((name, c_void_p) for name in ("lepe_weight", "lepe_bias")),
+    ]
+
+
+ARGUMENTS = {
+    "attention_f32": [POINTER(CAttention), *[c_void_p] * 5],
+    "attention_f64": [POINTER(CAttention), *[c_void_p] * 5],
+    "attention_backward_f32": [POINTER(CAttention), *[c_void_p] * 7],
+    "attention_backward_f64": [POINTER(CAttention), *[c_void_p] * 7],
+    "block": [POINTER(CBlock), c_void_p, c_void_p],
+    "linear": [POINTER(CLinear), c_int64, c_int64, c_int64, c_void_p, c_void_p],
+}
+
+
+class Status(NamedTuple):
+    """Whether the kernels are used, and why or why not.
+
+    Attributes:
+        variant: The variant in use, such as "avx2"; None if the kernels are not used.
+        supported: All variants that this CPU supports, best first.
+        library: The file of the library.
+        reason: One sentence.
+    """
+
+    variant: str | None
+    supported: tuple[str, ...]
+    library: Path
+    reason: str
+
+
+class Library(NamedTuple):
+    """The functions of a loaded library, none if there is no library, and its status."""
+
+    functions: dict[str, Callable[..., int]]
+    status: Status
+
+
+@cache
+def load() -> Library:
+    """Load the library and choose the variant, once per process."""
+    path = Path(os.environ.get(LIBRARY_VARIABLE) or LIBRARY)
+    wanted = os.environ.get(VARIANT_VARIABLE, "").strip().lower()
+
+    def unused(reason: str, supported: tuple[str, ...] = ()) -> Library:
+        return Library({}, Status(None, supported, path, reason))
+
+    if wanted == "off":
+        return unused(f"switched off by {VARIANT_VARIABLE}=off")
+    if not path.exists():
+        return unused("not compiled: there was no C++20 compiler when inlinevit was installed")
+    try:
+        handle = ctypes.CDLL(str(path))
+        handle.inlinevit_variants.restype = c_char_p
+        if (version := handle.inlinevit_api_version()) != API_VERSION:
+            return unused(
+                f"compiled from other sources (version {version}, not {API_VERSION}): install inlinevit again"
+            )
+        supported = tuple(handle.inlinevit_variants().decode().split(","))
+        functions = {name: declare(handle, name, arguments) for name, arguments in ARGUMENTS.items()}
+    except (OSError, AttributeError) as error:
+        return unused(f"cannot be loaded: {error}")
+    variant = wanted or supported[0]
+    if handle.inlinevit_select(variant.encode()) != 0:
+        return unused(f"{VARIANT_VARIABLE}={variant} is not one of {', '.join(supported)}, off", supported)
+    chosen = f"chosen by {VARIANT_VARIABLE}" if wanted else "the best that this CPU supports"
+    return Library(functions, Status(variant, supported, path, f"variant {variant}, {chosen}"))
+
+
+def declare(handle: ctypes.CDLL, name: str, arguments: list[Any]) -> Callable[..., int]:
+    """Return a function of the library with the types of its arguments."""
+    function = handle[f"inlinevit_{name}"]
+    function.argtypes, function.restype = arguments, c_int
+    return function
+
+
+def status() -> Status:
+    """Return whether the kernels are used, and why or why not."""
+    return load().status
+
+
+def available() -> bool:
+    """Return whether the kernels can be used."""
+    return bool(load().functions)
+
+
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the library.
+
+    Raises:
+        RuntimeError: There is no library.
+        MemoryError: There was not enough memory for intermediate results.
+    """
+    functions, state = load()
+    if not functions:
+        raise RuntimeError(f"the native kernels are not available: {state.reason}")
+    if functions[name](*arguments) != 0:
+        raise MemoryError(f"not enough memory for the native kernel {name}")

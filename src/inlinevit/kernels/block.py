@@ -1,0 +1,217 @@
+"""The transformer block with InLine attention for inference: one operator, float32 or int8."""
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._library import CBlock, CWindows, call
+from .attention import OPS, WindowSizes, check_windows
+from .packing import PackedLinear, describe_linear, pack_linear
+
+# The tensors of a packed block: these, then four of each linear layer.
+OPTIONAL = ("local1_weight", "local1_bias", "local2_weight", "local2_bias", "lepe_weight", "lepe_bias")
+VECTORS = ("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias", *OPTIONAL)
+LINEARS = ("qkv", "proj", "fc1", "fc2")
+# The kernel reads whole vectors of LePE's bias.
+LEPE_PADDING = 16
+# Tokens that the kernel computes at once (native/block.h); the prefix tokens of an image are not divided.
+TILE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class PackedBlock:
+    """The weights of a block, packed. It does not follow later changes of the weights.
+
+    Attributes:
+        tensors: Those named by VECTORS, of which the OPTIONAL ones may be empty; then a PackedLinear for each of
+            LINEARS.
+        hidden_dim: Width of the MLP.
+        num_heads: Heads.
+        context_before_norm: Whether the local residual's mean token is that of the block's input, or of its norm.
+        norm1_eps: eps of the first norm.
+        norm2_eps: eps of the second norm.
+    """
+
+    tensors: tuple[Tensor, ...]
+    hidden_dim: int
+    num_heads: int
+    context_before_norm: bool
+    norm1_eps: float
+    norm2_eps: float
+
+    def __call__(self, x: Tensor, windows: Sequence[WindowSizes], *, prefix_only: bool = False) -> Tensor:
+        """Map tokens to tokens, without a gradient.
+
+        Args:
+            x: (batch, prefix + H·W, channels), float32 on the CPU.
+            windows: layers.layouts.Windows of each head group: what a layout returns.
+            prefix_only: Compute the outputs of the prefix tokens only; the window must cover the map.
+
+        Returns:
+            (batch, prefix + H·W, channels), or (batch, prefix, channels).
+        """
+        if type(x) is Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            # The dispatcher and the checks of all tensors would take longer than a small block.
+            return compute(self.description, x, windows, prefix_only)
+        numbers = [number for group in windows for number in group]
+        return torch.ops.inlinevit.block(x, list(self.tensors), numbers, *self.options, prefix_only)
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """All that is not a tensor, as describe_block takes it."""
+        return (self.hidden_dim, self.num_heads, self.context_before_norm, self.norm1_eps, self.norm2_eps)
+
+    @cached_property
+    def description(self) -> CBlock:
+        """The weights for the library; it has addresses of the tensors, and is never copied or pickled."""
+        return describe_block(self.tensors, *self.options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "description"}
+
+
+def pack_block(
+    *,
+    norm1: nn.LayerNorm,
+    qkv: nn.Linear,
+    proj: nn.Linear,
+    norm2: nn.LayerNorm,
+    fc1: nn.Linear,
+    fc2: nn.Linear,
+    num_heads: int,
+    local_residual: tuple[nn.Conv1d, nn.Conv1d] | None = None,
+    lepe: nn.Conv2d | None = None,
+    context_before_norm: bool = False,
+    int8: bool = False,
+) -> PackedBlock:
+    """Pack the modules of layers.Block with InLineAttention (φ = identity) and a plain MLP.
+
+    Args:
+        norm1: Before attention.
+        qkv: To queries, keys and values.
+        proj: After attention.
+        norm2: Before the MLP.
+        fc1: First layer of the MLP, followed by GELU.
+        fc2: Second layer of the MLP.
+        num_heads: Heads.
+        local_residual: fc1 and fc2 of LocalResidual.
+        lepe: LePE, a depthwise 3×3 convolution.
+        context_before_norm: See PackedBlock.
+        int8: Quantise the weights of the four linear layers.
+    """
+    channels = proj.out_features
+    width = channels // num_heads
+    tensors = [parameter.detach() for norm in (norm1, norm2) for parameter in (norm.weight, norm.bias)]
+    if local_residual is None:
+        tensors += [torch.empty(0)] * 4
+    else:
+        first, second = (layer.weight.detach().view(num_heads, -1, width) for layer in local_residual)
+        bias1, bias2 = (layer.bias.detach() for layer in local_residual if layer.bias is not None)
+        # Inputs before outputs, taps before channels: outputs are computed a vector at a time.
+        tensors += [first.transpose(1, 2), bias1]
+        tensors += [second.view(num_heads, width, 9, width).permute(0, 3, 2, 1), bias2.view(channels, 9).t()]
+    if lepe is None:
+        tensors += [torch.empty(0)] * 2
+    else:
+        assert lepe.bias is not None
+        tensors += [lepe.weight.detach().view(channels, 9).t(), F.pad(lepe.bias.detach(), (0, LEPE_PADDING))]
+    # Copies, also of what could be used as it is: the weights of the modules may change.
+    packed = [tensor.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+    for layer in (qkv, proj, fc1, fc2):
+        packed += pack_linear(layer.weight, layer.bias, int8=int8)
+    return PackedBlock(tuple(packed), fc1.out_features, num_heads, context_before_norm, norm1.eps, norm2.eps)
+
+
+OPS.define(
+    "block(Tensor x, Tensor[] tensors, SymInt[] windows, int hidden_dim, int num_heads, bool context_before_norm, "
+    "float norm1_eps, float norm2_eps, bool prefix_only) -> Tensor"
+)
+
+
+@torch.library.register_fake("inlinevit::block", lib=OPS)
+def make_output(x: Tensor, tensors: Sequence[Tensor], windows: Sequence[int], *options: Any) -> Tensor:
+    """Return an empty output."""
+    prefix_only = options[-1]
+    tokens = x.shape[1] - windows[0] * windows[1] if prefix_only else x.shape[1]
+    return x.new_empty(x.shape[0], tokens, x.shape[2])
+
+
+@torch.library.impl("inlinevit::block", "CPU", lib=OPS)
+def block(x: Tensor, tensors: Sequence[Tensor], windows: Sequence[int], *options: Any) -> Tensor:
+    """Compute a block; see PackedBlock.__call__. options: those of describe_block, and prefix_only."""
+    groups = [windows[i : i + 8] for i in range(0, len(windows), 8)]
+    return compute(describe_block(tensors, *options[:-1]), x, groups, options[-1])
+
+
+def describe_block(
+    tensors: Sequence[Tensor],
+    hidden_dim: int,
+    num_heads: int,
+    context_before_norm: bool,
+    norm1_eps: float,
+    norm2_eps: float,
+) -> CBlock:
+    """Return the weights of a block for the library, which keeps no reference to them.
+
+    Raises:
+        ValueError: The tensors are not those of a packed block of this size.
+    """
+    if len(tensors) != len(VECTORS) + 4 * len(LINEARS):
+        raise ValueError("expected the tensors of a PackedBlock")
+    channels = tensors[0].numel()
+    width = channels // num_heads
+    described = CBlock(num_heads=num_heads, head_dim=width, scale=width**-0.5)
+    described.context_before_norm = context_before_norm
+    described.norm1_eps, described.norm2_eps = norm1_eps, norm2_eps
+    shapes: list[tuple[int, ...]] = [(channels,)] * 4
+    shapes += [(num_heads, width, width), (channels,), (num_heads, width, 9, width), (9, channels)]
+    shapes += [(9, channels), (channels + LEPE_PADDING,)]
+    for name, shape, tensor in zip(VECTORS, shapes, tensors, strict=False):
+        if tensor.numel() == 0 and name in OPTIONAL:
+            continue
+        if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} of a packed block must be float32 of shape {shape}, but it is {tensor.shape}")
+        setattr(described, name, tensor.data_ptr())
+    sizes = [(channels, 3 * channels), (channels, channels), (channels, hidden_dim), (hidden_dim, channels)]
+    for index, (name, size) in enumerate(zip(LINEARS, sizes, strict=True)):
+        first = len(VECTORS) + 4 * index
+        setattr(described, name, describe_linear(PackedLinear(*tensors[first : first + 4]), *size))
+    return described
+
+
+def compute(weights: CBlock, x: Tensor, windows: Sequence[WindowSizes], prefix_only: bool) -> Tensor:
+    """Compute a block; see PackedBlock.__call__."""
+    channels = weights.num_heads * weights.head_dim
+    if x.dim() != 3 or x.shape[2] != channels or x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(
+            f"expected float32 tokens of shape (batch, tokens, {channels}) on the CPU, but got {x.dtype} of shape "
+            f"{tuple(x.shape)} on {x.device}"
+        )
+    for group in windows:
+        check_windows(group, x.shape[1], weights.num_heads)
+    if [tuple(group[6:]) for group in windows] not in ([(0, 1)], [(0, 2), (1, 2)]):
+        raise ValueError(f"expected the windows of one head group or of two, but got {windows}")
+    map_height, map_width, height, width = windows[0][:4]
+    prefix = x.shape[1] - map_height * map_width
+    if prefix_only and (prefix == 0 or (height, width) != (map_height, map_width) or len(windows) > 1):
+        raise ValueError("prefix_only needs prefix tokens, and one window that covers the map")
+    if prefix_only and prefix > TILE_TOKENS:
+        raise ValueError(f"prefix_only supports up to {TILE_TOKENS} prefix tokens, but there are {prefix}")
+    out = x.new_empty(x.shape[0], prefix if prefix_only else x.shape[1], channels)
+    if out.numel() == 0:
+        return out
+    x = x.contiguous()
+    # A copy, since several threads may compute with the same weights.
+    block = CBlock.from_buffer_copy(weights)
+    block.batch, block.prefix, block.threads = x.shape[0], prefix, torch.get_num_threads()
+    block.prefix_only, block.num_head_groups = prefix_only, len(windows)
+    for index, group in enumerate(windows):
+        block.windows[index] = CWindows(*group)
+    call("block", byref(block), x.data_ptr(), out.data_ptr())
+    return out

@@ -1,0 +1,91 @@
+// The C interface of the library: what Python calls through ctypes (../_library.py mirrors these structs).
+//
+// All arrays are row-major and contiguous. Functions that compute return 0, or 1 when memory ran out.
+#pragma once
+#include <stdint.h>
+
+#define INLINEVIT_API_VERSION 1
+
+// Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
+#define INLINEVIT_PANEL 16
+#define INLINEVIT_DEPTH_BLOCK 512
+
+extern "C" {
+
+// How one map is split into windows for one of the equally large head groups: Windows of layers/layouts.py.
+typedef struct {
+  int64_t map_height, map_width, height, width, shift_up, shift_left, head_group, num_head_groups;
+} InlinevitWindows;
+
+typedef struct {
+  int64_t batch, prefix, num_heads, head_dim, threads;
+  double scale;
+  InlinevitWindows windows;
+} InlinevitAttention;
+
+// A packed linear layer. Outputs are padded to whole panels, in weight, bias, scales and sums.
+typedef struct {
+  int64_t inputs, outputs;
+  // float32: (panels, inputs, 16). int8: (panels, inputs / 4 rounded up, 16, 4).
+  const void* weight;
+  const float* bias;
+  // int8 only, else null: the scale of each output, and the sum of its integers over each block of inputs.
+  const float* scales;
+  const int32_t* sums;
+} InlinevitLinear;
+
+typedef struct {
+  int64_t batch, prefix, num_heads, head_dim, threads;
+  // Compute only the outputs of the prefix tokens.
+  int64_t prefix_only;
+  // The mean token of the local residual is that of the block's input, not of its norm.
+  int64_t context_before_norm;
+  double scale, norm1_eps, norm2_eps;
+  int64_t num_head_groups;
+  InlinevitWindows windows[2];
+  const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
+  InlinevitLinear qkv, proj, fc1, fc2;
+  // The local residual, or null: (heads, width in, width out), (channels), (heads, width in, 9, width out) and
+  // (9, channels).
+  const float *local1_weight, *local1_bias, *local2_weight, *local2_bias;
+  // LePE, or null: (9, channels) and (channels).
+  const float *lepe_weight, *lepe_bias;
+} InlinevitBlock;
+
+typedef struct {
+  // Tokens (batch, prefix + H·W, 3 · channels of all heads) to (batch, prefix + H·W, channels of the head group).
+  // kernels: (batch · windows, channels of the group, 9) or null; bias: (channels of the group) or null. state, for
+  // the backward pass, or null: (batch · windows, heads of the group, width + 2, width): the covariance times the
+  // scale, the mean key, the mean value.
+  void (*attention_f32)(const InlinevitAttention*, const float* qkv, const float* kernels, const float* bias,
+                        float* out, float* state);
+  void (*attention_f64)(const InlinevitAttention*, const double* qkv, const double* kernels, const double* bias,
+                        double* out, double* state);
+  // grad_kernels (as kernels) and grad_bias (batch · windows, channels of the group) may be null. Of grad_qkv, only
+  // the channels of the head group are written.
+  void (*attention_backward_f32)(const InlinevitAttention*, const float* grad, const float* qkv, const float* kernels,
+                                 const float* state, float* grad_qkv, float* grad_kernels, float* grad_bias);
+  void (*attention_backward_f64)(const InlinevitAttention*, const double* grad, const double* qkv,
+                                 const double* kernels, const double* state, double* grad_qkv, double* grad_kernels,
+                                 double* grad_bias);
+  // Tokens (batch, prefix + H·W, channels) to the same shape, or to (batch, prefix, channels) with prefix_only.
+  void (*block)(const InlinevitBlock*, const float* x, float* out);
+  // (rows, inputs) to (rows, outputs), float32 or int8 as it was packed; gelu: applied to the outputs.
+  void (*linear)(const InlinevitLinear*, int64_t rows, int64_t threads, int64_t gelu, const float* x, float* out);
+} InlinevitFunctions;
+
+int inlinevit_api_version(void);
+// The variants that were compiled and that this CPU supports, best first, separated by commas.
+const char* inlinevit_variants(void);
+// Use one of them from now on; returns 0, or 1 if there is no such variant.
+int inlinevit_select(const char* variant);
+
+int inlinevit_attention_f32(const InlinevitAttention*, const float*, const float*, const float*, float*, float*);
+int inlinevit_attention_f64(const InlinevitAttention*, const double*, const double*, const double*, double*, double*);
+int inlinevit_attention_backward_f32(const InlinevitAttention*, const float*, const float*, const float*, const float*,
+                                     float*, float*, float*);
+int inlinevit_attention_backward_f64(const InlinevitAttention*, const double*, const double*, const double*,
+                                     const double*, double*, double*, double*);
+int inlinevit_block(const InlinevitBlock*, const float*, float*);
+int inlinevit_linear(const InlinevitLinear*, int64_t, int64_t, int64_t, const float*, float*);
+}

@@ -1,0 +1,145 @@
+// The exported functions: they call the variant that fits this CPU.
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "api.h"
+#include "runtime.h"
+
+namespace inlinevit {
+
+#define INLINEVIT_DECLARE(name) \
+  namespace name {              \
+  extern const InlinevitFunctions functions; \
+  }
+INLINEVIT_DECLARE(generic)
+#ifdef INLINEVIT_X86
+INLINEVIT_DECLARE(avx2)
+INLINEVIT_DECLARE(avx512)
+INLINEVIT_DECLARE(avx512_vnni)
+#endif
+
+namespace {
+
+struct Variant {
+  const char* name;
+  const InlinevitFunctions* functions;
+  bool (*supported)();
+};
+
+#ifdef INLINEVIT_X86
+// A library whose variants were all compiled for one instruction set, for tests, has the feature checks switched off.
+#ifdef INLINEVIT_ASSUME_SUPPORT
+#define INLINEVIT_CPU_HAS(feature) true
+#else
+#define INLINEVIT_CPU_HAS(feature) __builtin_cpu_supports(feature)
+#endif
+bool has_avx2() { return INLINEVIT_CPU_HAS("avx2") && INLINEVIT_CPU_HAS("fma"); }
+bool has_avx512() {
+  return has_avx2() && INLINEVIT_CPU_HAS("avx512f") && INLINEVIT_CPU_HAS("avx512bw") &&
+         INLINEVIT_CPU_HAS("avx512dq") && INLINEVIT_CPU_HAS("avx512vl");
+}
+bool has_avx512_vnni() { return has_avx512() && INLINEVIT_CPU_HAS("avx512vnni"); }
+#endif
+
+// Best first.
+const Variant VARIANTS[] = {
+#ifdef INLINEVIT_X86
+    {"avx512_vnni", &avx512_vnni::functions, has_avx512_vnni},
+    {"avx512", &avx512::functions, has_avx512},
+    {"avx2", &avx2::functions, has_avx2},
+#endif
+    {"generic", &generic::functions, [] { return true; }},
+};
+
+std::atomic<const InlinevitFunctions*> selected{nullptr};
+
+const InlinevitFunctions& functions() {
+  if (!selected) {
+    for (const Variant& variant : VARIANTS) {
+      if (variant.supported()) {
+        selected = variant.functions;
+        break;
+      }
+    }
+  }
+  return *selected;
+}
+
+// Call a function of the variant; no exception may leave the library.
+template <typename Function, typename... Arguments>
+int call(Function function, Arguments... arguments) {
+  int code = 0;
+  try {
+    function(arguments...);
+  } catch (const std::bad_alloc&) {
+    code = 1;
+  }
+  trim_scratch();
+  return code;
+}
+
+}  // namespace
+}  // namespace inlinevit
+
+using inlinevit::call;
+using inlinevit::functions;
+
+#define INLINEVIT_EXPORT extern "C" __attribute__((visibility("default")))
+
+INLINEVIT_EXPORT int inlinevit_api_version() { return INLINEVIT_API_VERSION; }
+
+INLINEVIT_EXPORT const char* inlinevit_variants() {
+  static const std::string names = [] {
+    std::string joined;
+    for (const auto& variant : inlinevit::VARIANTS) {
+      if (!variant.supported()) continue;
+      if (!joined.empty()) joined += ',';
+      joined += variant.name;
+    }
+    return joined;
+  }();
+  return names.c_str();
+}
+
+INLINEVIT_EXPORT int inlinevit_select(const char* name) {
+  for (const auto& variant : inlinevit::VARIANTS) {
+    if (std::strcmp(variant.name, name) == 0 && variant.supported()) {
+      inlinevit::selected = variant.functions;
+      return 0;
+    }
+  }
+  return 1;
+}
+
+INLINEVIT_EXPORT int inlinevit_attention_f32(const InlinevitAttention* shape, const float* qkv, const float* kernels,
+                                             const float* bias, float* out, float* state) {
+  return call(functions().attention_f32, shape, qkv, kernels, bias, out, state);
+}
+
+INLINEVIT_EXPORT int inlinevit_attention_f64(const InlinevitAttention* shape, const double* qkv, const double* kernels,
+                                             const double* bias, double* out, double* state) {
+  return call(functions().attention_f64, shape, qkv, kernels, bias, out, state);
+}
+
+INLINEVIT_EXPORT int inlinevit_attention_backward_f32(const InlinevitAttention* shape, const float* grad,
+                                                      const float* qkv, const float* kernels, const float* state,
+                                                      float* grad_qkv, float* grad_kernels, float* grad_bias) {
+  return call(functions().attention_backward_f32, shape, grad, qkv, kernels, state, grad_qkv, grad_kernels, grad_bias);
+}
+
+INLINEVIT_EXPORT int inlinevit_attention_backward_f64(const InlinevitAttention* shape, const double* grad,
+                                                      const double* qkv, const double* kernels, const double* state,
+                                                      double* grad_qkv, double* grad_kernels, double* grad_bias) {
+  return call(functions().attention_backward_f64, shape, grad, qkv, kernels, state, grad_qkv, grad_kernels, grad_bias);
+}
+
+INLINEVIT_EXPORT int inlinevit_block(const InlinevitBlock* block, const float* x, float* out) {
+  return call(functions().block, block, x, out);
+}
+
+INLINEVIT_EXPORT int inlinevit_linear(const InlinevitLinear* layer, int64_t rows, int64_t threads, int64_t gelu,
+                                      const float* x, float* out) {
+  return call(functions().linear, layer, rows, threads, gelu, x, out);
+}

@@ -1,0 +1,143 @@
+// float32 products with packed weights, LayerNorm and GELU.
+#pragma once
+#include "simd.h"
+
+namespace {
+
+constexpr long PANEL = INLINEVIT_PANEL, DEPTH_BLOCK = INLINEVIT_DEPTH_BLOCK;
+// A vector register may be longer than a panel, or shorter.
+constexpr int PANEL_VECTORS = PANEL / LANES<float>;
+constexpr int TILE_PANELS = COLUMN_VECTORS / PANEL_VECTORS;
+static_assert(PANEL_VECTORS >= 1 && TILE_PANELS >= 1);
+
+// GELU(x) = x/2 · (1 + erf(x/√2)), with erf(x/√2) = x·P(x²)/Q(x²) up to 4e-7: a minimax fit for |x| < 5.6, from where
+// on erf is ±1 in float32.
+INLINEVIT_INLINE Vec<float> gelu(Vec<float> x) {
+  const Vec<float> most = broadcast(5.6f), least = broadcast(-5.6f);
+  Vec<float> t = x > most ? most : x;
+  t = t < least ? least : t;
+  const Vec<float> u = t * t;
+  Vec<float> p = u * 4.429329356e-8f + 1.271241222e-5f;
+  p = p * u + 3.476423692e-4f;
+  p = p * u + 9.414153793e-3f;
+  p = p * u + 6.8746662e-2f;
+  p = p * u + 7.978844435e-1f;
+  Vec<float> q = u * 1.18022736e-6f + 7.50918361e-5f;
+  q = q * u + 1.912810747e-3f;
+  q = q * u + 2.893846692e-2f;
+  q = q * u + 2.528268789e-1f;
+  q = q * u + 1.0f;
+  const Vec<float> half = x * 0.5f;
+  return half + half * (t * p / q);
+}
+
+// What a product does with its outputs.
+struct Epilogue {
+  // Added to the outputs, padded to whole panels; null: nothing.
+  const float* bias;
+  // Add to what is in the output array instead of overwriting it.
+  bool accumulate;
+  // Applied at the end.
+  bool gelu;
+};
+
+void gelu_rows(float* values, long rows, long columns, long stride) {
+  for (long i = 0; i < rows; ++i)
+    for (long j = 0; j < columns; j += LANES<float>) {
+      float* at = values + i * stride + j;
+      store(at, gelu(load(at, columns - j)), columns - j);
+    }
+}
+
+// Call tile(panel, panels, column, columns) for tiles of columns begin … end − 1, which begin with a whole panel.
+template <typename Function>
+INLINEVIT_INLINE void for_panels(long begin, long end, Function tile) {
+  for (long column = begin; column < end;) {
+    const long panels = column + (TILE_PANELS - 1) * PANEL < end ? TILE_PANELS : 1;
+    const long columns = smaller(panels * PANEL, end - column);
+    tile(column / PANEL, panels, column, columns);
+    column += columns;
+  }
+}
+
+// Call tile(row, rows) for blocks of nearly equal numbers of rows: 98 rows are 17 blocks of 6 or 5.
+template <typename Function>
+INLINEVIT_INLINE void for_row_blocks(long rows, Function tile) {
+  const long blocks = (rows + ROWS - 1) / ROWS;
+  for (long block = 0; block < blocks; ++block) {
+    const long begin = part_begin(rows, blocks, block);
+    tile(begin, part_begin(rows, blocks, block + 1) - begin);
+  }
+}
+
+// out (rows, columns) = a (rows, inputs) · weightᵀ, for columns begin … end − 1 of the layer's outputs and inputs
+// first … first + depth − 1, of which a has only these. out begins with column `begin`.
+void multiply_packed(const InlinevitLinear& layer, const float* a, long a_stride, long rows, long begin, long end,
+                     long first, long depth, const Epilogue& epilogue, float* out, long out_stride) {
+  const float* weight = static_cast<const float*>(layer.weight);
+  const long panel_size = layer.inputs * PANEL;
+  alignas(64) float edge[ROWS * TILE_PANELS * PANEL];
+  // Panels first, so that one is read from the cache for all rows; long rows in blocks, so that it stays there.
+  for (long k = 0; k < depth || k == 0; k += DEPTH_BLOCK) {
+    const long block = smaller(DEPTH_BLOCK, depth - k);
+    const bool add = k > 0 || epilogue.accumulate, last = k + block >= depth;
+    const float* bias = k == 0 ? epilogue.bias : nullptr;
+    for_panels(begin, end, [&](long panel, long panels, long column, long columns) {
+      const float* b = weight + panel * panel_size + (first + k) * PANEL;
+      const bool whole = columns == panels * PANEL;
+      for_row_blocks(rows, [&](long row, long count) {
+        float* target = out + row * out_stride + column - begin;
+        // A panel that is only partly real is computed next to the output.
+        float* c = whole ? target : edge;
+        const long c_stride = whole ? out_stride : panels * PANEL;
+        if (!whole && add)
+          for (long i = 0; i < count; ++i) memcpy(c + i * c_stride, target + i * out_stride, columns * sizeof(float));
+        auto compute = [&]<int N>() {
+          with_rows<ROWS>(count, [&]<int M>() __attribute__((always_inline)) {
+            long offsets[N];
+            Vec<float> sums[M][N];
+            INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
+              offsets[j] = j / PANEL_VECTORS * panel_size + j % PANEL_VECTORS * LANES<float>;
+              const Vec<float> initial = bias ? load(bias + column + j * LANES<float>) : Vec<float>{};
+              INLINEVIT_UNROLL for (int i = 0; i < M; ++i)
+                sums[i][j] = add ? initial + load(c + i * c_stride + j * LANES<float>) : initial;
+            }
+            const float* left = a + row * a_stride + k;
+            multiply_add<float>(sums, [=](int i) { return left + i * a_stride; }, b, PANEL, offsets, block);
+            INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
+              INLINEVIT_UNROLL for (int j = 0; j < N; ++j) store(c + i * c_stride + j * LANES<float>, sums[i][j]);
+            }
+          });
+        };
+        if (panels == TILE_PANELS)
+          compute.template operator()<COLUMN_VECTORS>();
+        else
+          compute.template operator()<PANEL_VECTORS>();
+        if (last && epilogue.gelu) gelu_rows(c, count, panels * PANEL, c_stride);
+        if (!whole)
+          for (long i = 0; i < count; ++i) memcpy(target + i * out_stride, c + i * c_stride, columns * sizeof(float));
+      });
+    });
+  }
+}
+
+// out = (x − mean) / √(variance + eps) · weight + bias, for one token.
+void layer_norm(const float* x, const float* weight, const float* bias, long channels, double eps, float* out) {
+  Vec<float> total{}, squares{};
+  for (long c = 0; c < channels; c += LANES<float>) total += load(x + c, channels - c);
+  const Vec<float> mean = broadcast(sum<float>(total) / float(channels));
+  for (long c = 0; c < channels; c += LANES<float>) {
+    Vec<float> centred = load(x + c, channels - c) - mean;
+    if (channels - c < LANES<float>)
+      for (long lane = channels - c; lane < LANES<float>; ++lane) centred[lane] = 0;
+    squares += centred * centred;
+  }
+  const float variance = sum<float>(squares) / float(channels);
+  const Vec<float> factor = broadcast(float(1.0 / sqrt(double(variance) + eps)));
+  for (long c = 0; c < channels; c += LANES<float>) {
+    const long lanes = channels - c;
+    store(out + c, (load(x + c, lanes) - mean) * factor * load(weight + c, lanes) + load(bias + c, lanes), lanes);
+  }
+}
+
+}  // namespace

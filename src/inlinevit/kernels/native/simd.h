@@ -1,0 +1,154 @@
+// Vectors, loops over tasks, scratch memory.
+//
+// variant.cpp is compiled several times, for other instruction sets and vector lengths. All that it includes has
+// internal linkage and uses no templates of the standard library: the linker would merge equally named functions of
+// the variants, and an older CPU could get one with instructions that it does not have.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "api.h"
+#include "runtime.h"
+
+#ifndef INLINEVIT_VECTOR_BYTES
+#error "variant.cpp needs INLINEVIT_VARIANT and INLINEVIT_VECTOR_BYTES (see build.py)"
+#endif
+
+#define INLINEVIT_INLINE inline __attribute__((always_inline))
+#define INLINEVIT_UNROLL _Pragma("GCC unroll 32")
+
+namespace {
+
+using inlinevit::Scratch;
+
+// Types of the compiler's vector extensions, which are lowered to whatever the target has.
+template <typename T>
+struct Vector {
+  typedef T type __attribute__((vector_size(INLINEVIT_VECTOR_BYTES)));
+  static constexpr long lanes = INLINEVIT_VECTOR_BYTES / sizeof(T);
+};
+
+template <typename T>
+using Vec = typename Vector<T>::type;
+template <typename T>
+constexpr long LANES = Vector<T>::lanes;
+
+// memcpy becomes one instruction; arrays need not be aligned to vectors.
+template <typename T>
+INLINEVIT_INLINE Vec<T> load(const T* from) {
+  Vec<T> values;
+  memcpy(&values, from, sizeof values);
+  return values;
+}
+
+template <typename T>
+INLINEVIT_INLINE void store(T* to, Vec<T> values) {
+  memcpy(to, &values, sizeof values);
+}
+
+// The first `count` lanes only; the others are zero, or not stored.
+template <typename T>
+INLINEVIT_INLINE Vec<T> load(const T* from, long count) {
+  if (count >= LANES<T>) return load(from);
+  Vec<T> values{};
+  memcpy(&values, from, count * sizeof(T));
+  return values;
+}
+
+template <typename T>
+INLINEVIT_INLINE void store(T* to, Vec<T> values, long count) {
+  if (count >= LANES<T>)
+    store(to, values);
+  else
+    memcpy(to, &values, count * sizeof(T));
+}
+
+template <typename T>
+INLINEVIT_INLINE Vec<T> broadcast(T value) {
+  return value - Vec<T>{};
+}
+
+template <typename T>
+INLINEVIT_INLINE T sum(Vec<T> values) {
+  T total = 0;
+  for (long lane = 0; lane < LANES<T>; ++lane) total += values[lane];
+  return total;
+}
+
+constexpr long smaller(long a, long b) { return a < b ? a : b; }
+constexpr long larger(long a, long b) { return a > b ? a : b; }
+constexpr long round_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// The `part`-th of `parts` nearly equal ranges of 0…count begins here.
+constexpr long part_begin(long count, long parts, long part) { return count * part / parts; }
+
+// Hands out pieces of scratch memory. Without memory it only counts: a layout (a struct of pointers whose constructor
+// takes an Arena) is made twice, to learn its size and to place it.
+class Arena {
+ public:
+  explicit Arena(void* memory) : begin_(uintptr_t(memory)), next_(begin_) {}
+
+  template <typename T>
+  T* take(long count) {
+    T* piece = reinterpret_cast<T*>(next_);
+    next_ += round_up(count * long(sizeof(T)), 64);
+    return piece;
+  }
+
+  size_t used() const { return next_ - begin_; }
+
+ private:
+  uintptr_t begin_, next_;
+};
+
+template <typename Layout, typename... Arguments>
+Layout take_scratch(Scratch kind, const Arguments&... arguments) {
+  Arena counting(nullptr);
+  Layout(counting, arguments...);
+  Arena arena(inlinevit::scratch(kind, counting.used()));
+  return Layout(arena, arguments...);
+}
+
+// Call task(index) for all 0 <= index < count.
+template <typename Function>
+void parallel(long count, long threads, Function task) {
+  auto call = [](void* context, long index) { (*static_cast<Function*>(context))(index); };
+  inlinevit::run_tasks(count, threads, call, &task);
+}
+
+// Registers: 16 vectors on x86 before AVX-512, 32 on others. A product keeps ROWS × COLUMN_VECTORS sums in them.
+#if INLINEVIT_VECTOR_BYTES == 64
+constexpr int ROWS = 14, COLUMN_VECTORS = 2, COVARIANCE_ROWS = 8;
+#elif INLINEVIT_VECTOR_BYTES == 32
+constexpr int ROWS = 6, COLUMN_VECTORS = 2, COVARIANCE_ROWS = 4;
+#elif defined(__aarch64__)
+constexpr int ROWS = 6, COLUMN_VECTORS = 4, COVARIANCE_ROWS = 4;
+#else
+constexpr int ROWS = 3, COLUMN_VECTORS = 4, COVARIANCE_ROWS = 4;
+#endif
+
+// Call function.template operator()<M>() with M = rows, 1 <= rows <= Most.
+template <int Most, typename Function>
+INLINEVIT_INLINE void with_rows(long rows, Function function) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, function);
+  }
+  function.template operator()<Most>();
+}
+
+// sums[i][j] += Σ_k row(i)[k] · b[k · stride + j · column], a vector of columns at a time. The heart of all products.
+template <typename T, int M, int N, typename Rows>
+INLINEVIT_INLINE void multiply_add(Vec<T> (&sums)[M][N], Rows row, const T* b, long stride, const long (&column)[N],
+                                   long depth) {
+  for (long k = 0; k < depth; ++k) {
+    Vec<T> right[N];
+    INLINEVIT_UNROLL for (int j = 0; j < N; ++j) right[j] = load(b + k * stride + column[j]);
+    INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
+      const Vec<T> left = broadcast(row(i)[k]);
+      INLINEVIT_UNROLL for (int j = 0; j < N; ++j) sums[i][j] += left * right[j];
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,15 @@
+// One variant of the kernels: compiled with the flags of an instruction set, INLINEVIT_VARIANT and
+// INLINEVIT_VECTOR_BYTES.
+#include "attention.h"
+#include "block.h"
+
+namespace inlinevit {
+namespace INLINEVIT_VARIANT {
+
+extern const InlinevitFunctions functions = {
+    attention_forward<float>,  attention_forward<double>, attention_backward<float>,
+    attention_backward<double>, block_forward,            linear_forward,
+};
+
+}  // namespace INLINEVIT_VARIANT
+}  // namespace inlinevit

@@ -1,0 +1,84 @@
+"""Weights in the order in which the kernels read them. Packed weights do not depend on the CPU's variant."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._library import CLinear
+
+# Outputs of a linear layer per panel, and inputs per block (native/api.h).
+PANEL = 16
+DEPTH_BLOCK = 512
+
+
+class PackedLinear(NamedTuple):
+    """A packed linear layer; outputs are padded to whole panels.
+
+    Attributes:
+        weight: float32 (panels, inputs, 16), or int8 (panels, inputs / 4, 16, 4).
+        bias: (padded outputs,).
+        scales: int8 only: the scale of each output, (padded outputs,). Else empty.
+        sums: int8 only: the sum of each output's integers over each block of inputs, (blocks, padded outputs). Else
+            empty.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    scales: Tensor
+    sums: Tensor
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, *, int8: bool) -> PackedLinear:
+    """Pack a linear layer.
+
+    Args:
+        weight: (outputs, inputs).
+        bias: (outputs,), or None.
+        int8: Quantise the weights symmetrically, with one scale for each output.
+    """
+    weight = weight.detach().to("cpu", torch.float32)
+    outputs, inputs = weight.shape
+    missing = -outputs % PANEL
+    padded_bias = torch.zeros(outputs + missing)
+    if bias is not None:
+        padded_bias[:outputs] = bias.detach()
+    if not int8:
+        panels = F.pad(weight, (0, 0, 0, missing)).view(-1, PANEL, inputs)
+        return PackedLinear(panels.transpose(1, 2).contiguous(), padded_bias, torch.empty(0), torch.empty(0))
+    scales = F.pad(weight.abs().amax(dim=1) / 127, (0, missing))
+    integers = torch.round(weight / scales[:outputs, None].clamp(min=torch.finfo(torch.float32).tiny))
+    integers = F.pad(integers, (0, -inputs % 4, 0, missing))
+    sums = torch.stack([block.sum(dim=1) for block in integers.split(DEPTH_BLOCK, dim=1)])
+    # Four inputs side by side, of which the second and third change places (native/int8.h).
+    quads = integers.view(-1, PANEL, integers.shape[1] // 4, 4)[..., [0, 2, 1, 3]]
+    return PackedLinear(quads.transpose(1, 2).contiguous().to(torch.int8), padded_bias, scales, sums.to(torch.int32))
+
+
+def describe_linear(layer: PackedLinear, inputs: int, outputs: int) -> CLinear:
+    """Return a packed layer for the library, which keeps no reference to its tensors.
+
+    Raises:
+        ValueError: The tensors are not those of a packed layer of this size.
+    """
+    panels = -(-outputs // PANEL)
+    int8 = layer.weight.dtype == torch.int8
+    expected: list[tuple[Tensor, torch.dtype, tuple[int, ...]]] = [
+        (layer.weight, torch.int8, (panels, -(-inputs // 4), PANEL, 4))
+        if int8
+        else (layer.weight, torch.float32, (panels, inputs, PANEL)),
+        (layer.bias, torch.float32, (panels * PANEL,)),
+        (layer.scales, torch.float32, (panels * PANEL,) if int8 else (0,)),
+        (
+            layer.sums,
+            torch.int32 if int8 else torch.float32,
+            (-(-inputs // DEPTH_BLOCK), panels * PANEL) if int8 else (0,),
+        ),
+    ]
+    for tensor, dtype, shape in expected:
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(f"not a packed linear layer of {inputs} inputs and {outputs} outputs: use pack_linear")
+    scales = layer.scales.data_ptr() if int8 else None
+    sums = layer.sums.data_ptr() if int8 else None
+    return CLinear(inputs, outputs, layer.weight.data_ptr(), layer.bias.data_ptr(), scales, sums)
