@@ -69,6 +69,7 @@ def test_black_and_white() -> None:
         (np.zeros((0, 9, 3)), "its shape is"),
         (BYTES.astype(np.int64), r"integers of 64 bits with a sign, .*: say so with --data\.range"),
         (FLOATS * 255, r"floating-point numbers from 0 to .*, or scale them to 0 … 1"),
+        (FLOATS * 60 + 250, r"numbers from 25\d.* to 3\d\d.*, such as \[25\d"),
         (FLOATS * np.nan, "it has NaN or infinite values"),
     ],
 )

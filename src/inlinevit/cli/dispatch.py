@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         sys.exit(report_error(error, options))
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     if code:
         sys.exit(code)
 

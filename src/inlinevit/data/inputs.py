@@ -52,6 +52,15 @@ class ImageInputs(ImageFiles):
                 self.in_memory[len(self.files)] = one
                 self.files.append((name, ""))
 
+    def subset(self, indices: Iterable[int]) -> "ImageInputs":
+        """See ImageFiles.subset."""
+        chosen = ImageInputs([])
+        for index in indices:
+            if index in self.in_memory:
+                chosen.in_memory[len(chosen.files)] = self.in_memory[index]
+            chosen.files.append(self.files[index])
+        return chosen
+
     def open(self, index: int) -> AbstractContextManager[AnyImage]:
         """See ImageFiles.open; images of the caller's stay open."""
         if index in self.in_memory:

@@ -158,7 +158,7 @@ class TrainLoader:
     """Training data of one process, as the training loop reads them.
 
     Args:
-        sampler: Decides what each batch has; it is refused if there is none.
+        sampler: Decides what each batch has; ValueError if it has no batch.
         read: From a request of the sampler to a batch.
     """
 

@@ -146,7 +146,7 @@ class BandArray:
             Image.Transpose.TRANSVERSE: lambda: np.rot90(values, 2).swapaxes(0, 1),
             Image.Transpose.ROTATE_90: lambda: np.rot90(values),
         }[method]()
-        return BandArray(np.ascontiguousarray(turned))
+        return BandArray(np.ascontiguousarray(turned), has_alpha=self.has_alpha, is_rgb=self.is_rgb, nodata=self.nodata)
 
 
 # An image in memory.
@@ -297,7 +297,7 @@ def to_bytes(
     Args:
         values: (height, width, bands), of integers or floats.
         pixel_range: See PixelFormat.
-        nodata: The value of pixels without data, which become 0.
+        nodata: The value of pixels without data, which become 0; bytes are kept, unless the range is given.
         bits: How many bits the file says that integers use; None = it does not say.
 
     Raises:
@@ -336,8 +336,10 @@ def _without_data(values: NDArray[Any], nodata: float | None) -> NDArray[np.bool
 
 
 def _check_floats(values: NDArray[Any], allowed: tuple[float, float] | None) -> None:
+    if values.size == 0:
+        return
     # NaN is the smallest and the largest value.
-    least, most = (float(bound) for bound in (values.min(initial=1), values.max(initial=0)))
+    least, most = float(values.min()), float(values.max())
     if math.isnan(least) or (allowed is not None and not (math.isfinite(least) and math.isfinite(most))):
         raise ValueError("it has NaN or infinite values: replace them by numbers")
     if allowed is not None and not (least >= allowed[0] and most <= allowed[1]):

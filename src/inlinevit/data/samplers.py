@@ -1,4 +1,4 @@
-"""Samplers: which samples a batch has, as a function of the seed and the epoch alone."""
+"""Samplers: which samples a batch has, as a function of the seed, the epoch and the batch plan alone."""
 
 from collections.abc import Iterator, Sequence
 
@@ -32,8 +32,9 @@ def shuffle_indices(count: int, repeats: int, seed: int) -> tuple[Tensor, Tensor
 class ShardedSampler:
     """Splits the shuffled samples of an epoch over the processes, with a seed for each sample.
 
-    All processes shuffle alike and take their part of each global batch (one batch of every process), so its samples
-    do not depend on the number of processes. The last samples of an epoch that do not fill a global batch are left out.
+    All processes shuffle alike and take their part of each global batch (one batch of every process), so the samples of
+    a step depend on their number alone, not on how they are split over processes. The last samples of an epoch that do
+    not fill a global batch are left out.
 
     Args:
         length: Samples of the data set.

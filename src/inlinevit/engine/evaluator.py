@@ -16,6 +16,7 @@ from torch import nn
 from ..utils.atomic import atomic_text_writer, atomic_write_bytes, finite, make_output_dir
 from ..utils.validation import require
 from .config import EvalOptions
+from .distributed import run_local_main_first
 from .outputs import check_output_folder
 from .progress import job_progress
 from .records import ImageRecorder, ImageRecords
@@ -179,8 +180,7 @@ def eval_command(task: type["Task"], model: str | None, options: EvalOptions) ->
         names = (EVALUATION_JSON, PER_CLASS_CSV, PREDICTIONS_CSV, EVALUATION_HTML, *task.eval_files(options))
         inputs = [*data.files, *([options.checkpoint] if options.checkpoint else [])]
         check_output_folder(options.output, names, inputs=inputs, image_folders=data.folders)
-    with accelerator.main_process_first():
-        predictor: Predictor[Any] = task.load_predictor(model, options)
+    predictor: Predictor[Any] = run_local_main_first(accelerator, lambda: task.load_predictor(model, options))
     evaluator = predictor.make_evaluator(data, options)
     predictor.check_memory(min(config.batch_size, len(data.source)))
     if options.output is not None:

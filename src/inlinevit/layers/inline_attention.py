@@ -118,7 +118,7 @@ class InLineAttention(BaseAttention):
     def attend_folded(self, x: Tensor, feat_size: tuple[int, int], context: Tensor) -> Tensor:
         """Compute attention over the whole map without queries and keys, for φ = identity.
 
-        With x̄ the mean token, C = W_k·Cov(X, X)·W_vᵀ for each head, and s·q_i·C = x_i·(s·W_qᵀ·C) + s·b_q·C. Values are
+        C = W_k·Cov(X, X)·W_vᵀ for each head, and s·q_i·C = x_i·(s·W_qᵀ·C) + s·b_q·C. Values are
         computed only for the convolution.
         """
         (windows,) = self.layout(feat_size)

@@ -50,7 +50,7 @@ def inline_attention(
         feature_map: φ, one of FEATURE_MAPS.
         affine: (A, b) of `relu_affine`.
         mask: (batch, tokens), True = real token. Padding is excluded from all means and sums, whatever values it has.
-        path: How to compute it, a name of PATHS; the fastest by default.
+        path: How to compute it, a name of QKV_PATHS; the fastest by default.
 
     Returns:
         (batch, heads, queries, value_dim), in q's dtype; sums are kept in float32 or better.
@@ -213,6 +213,7 @@ def choose_path(case: Case, forced: str | None = None) -> str:
     if not PATHS[forced].is_possible(case):
         raise ValueError(
             f"path {forced!r} is not possible here: it needs a layer's tokens and weights rather than q, k and v, "
-            "feature_map='identity', and one window that covers the whole map"
+            "feature_map='identity', plain nn.Linear projections without hooks, and one window without padding that "
+            "covers the whole map"
         )
     return forced

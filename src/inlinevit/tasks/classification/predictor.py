@@ -108,7 +108,7 @@ class ClassificationPredictor(ImagePredictor):
         return self.ranked(self.logits(images, device).softmax(dim=1), options.top)
 
     def make_evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
-        """See Predictor.evaluator; the classes of the images are matched by name."""
+        """See Predictor.make_evaluator; the classes of the images are matched by name."""
         labels = match_classes(data.source.classes, self)
         spec = self.spec.with_pixels(data.config)
         return ClassificationEvaluator(

@@ -114,7 +114,7 @@ def _class_images(folder: Path) -> Iterator[tuple[str, str]]:
             for entry in entries:
                 is_image = os.path.splitext(entry.name)[1].lower() in extensions
                 # An empty folder with the name of an image is not a class.
-                if entry.is_dir() and not (is_image and name and not any(os.scandir(entry.path))):
+                if entry.is_dir() and not (is_image and name and not os.listdir(entry.path)):
                     pending.append((entry.path, entry.name, parents | {identity}))
                 elif is_image:
                     has_images = True
@@ -321,7 +321,7 @@ def take_subset(source: ImageSource | ShardSource, count: int) -> ImageSource | 
 
 def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Path]]:
     """Return the files with several images, and the folders of class folders, that a source reads from."""
-    if isinstance(source, SelectedSource):
+    if isinstance(source, SelectedSource | SubsetSource):
         return source_paths(source.source)
     if isinstance(source, ShardSource):
         return [str(shard) for shard in source.shards], []
@@ -439,7 +439,7 @@ def find_part(path: Path, request: SplitRequest, is_eval_path: bool, may_hold_ou
 
 def _has_folders(path: Path) -> bool:
     """Whether a path is a folder that holds folders, as a split does; a folder of images is a class."""
-    return path.is_dir() and any(item.is_dir() for item in os.scandir(path))
+    return path.is_dir() and any(item.is_dir() for item in path.iterdir())
 
 
 def embedded_fashion_mnist(training: bool) -> ArraySource:

@@ -82,7 +82,7 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
         return {"results": options.results, "threshold": score_threshold(options)}
 
     def make_evaluator(self, data: EvalData, options: DetectionEvalOptions) -> DetectionEvaluator:
-        """See Predictor.evaluator; categories are matched by name."""
+        """See Predictor.make_evaluator; categories are matched by name."""
         categories = match_categories(self.categories, data.source)
         return DetectionEvaluator(
             data.source,
