@@ -4,7 +4,8 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,15 @@ def parsers_are_made_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (train, eval, predict):
-            patch.setattr(module, "make_parser", cache(module.make_parser))
+            patch.setattr(module, "make_parser", partial(_cached_parser, cache(module.make_parser)))
         yield
+
+
+def _cached_parser(make_parser: Callable[[Any], Any], entry: Any) -> Any:
+    parser = make_parser(entry)
+    # What an earlier command line had imported.
+    vars(parser).pop("imports", None)
+    return parser
 
 
 @pytest.fixture(autouse=True)

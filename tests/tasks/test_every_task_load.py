@@ -73,7 +73,7 @@ def written(predictor: Any, predictions: list[Any], wanted: list[dict[str, Any]]
         elif isinstance(predictor, DrawingPredictor):
             record = predictor.render(one.image, one.result).record
             record |= {name: value for name, value in other.items() if name in ("width", "height", "drawing")}
-            record |= {name: other[name] for name in ("labels", "overlay") if name in other}
+            record |= {name: other[name] for name in ("labels", "overlay", "legend") if name in other}
         else:
             classes = [{"class": e.name, "index": e.index, "probability": e.probability} for e in one.result]
             assert [predictor.classes[e.index] for e in one.result] == [e.name for e in one.result]

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser = target.make_parser()
         options = option_names(parser)
         settings = parser.instantiate(parser.parse_args(list(rest)))
-        import_modules(parser.__dict__.pop("imports", ()))
+        import_modules(getattr(parser, "imports", ()))
         code = target.run(settings)
     except BrokenPipeError:
         # The reader of the output has closed it. Python must not try to write the rest when it exits.
