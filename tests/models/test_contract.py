@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.layers import DropPath
 from timm.models import create_model
 from timm.models._features_fx import create_feature_extractor
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
@@ -308,3 +309,10 @@ def test_importing_registers_all_models():
     for name in ("deit", "pvt", "swin", "cswin"):
         assert f"inline_{name}_tiny" in timm.list_models(module=f"inline_{name}")
     assert "hydra_deit_tiny" in timm.list_models(module="baseline_deit")
+
+
+def test_stochastic_depth_rises_linearly_with_the_block() -> None:
+    model = timm.create_model("inline_deit_tiny", depth=4, embed_dim=16, num_heads=2, img_size=32, drop_path_rate=0.3)
+    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+    # Two branches of each block; the first block has none.
+    assert rates == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3])
