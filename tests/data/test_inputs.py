@@ -70,6 +70,7 @@ def test_black_and_white() -> None:
         (BYTES.astype(np.int64), r"integers of 64 bits with a sign, .*: say so with --data\.range"),
         (FLOATS * 255, r"floating-point numbers from 0 to .*, or scale them to 0 … 1"),
         (FLOATS * 60 + 250, r"numbers from 25\d.* to 3\d\d.*, such as \[25\d"),
+        (np.full((6, 9), 7, np.int32), r"from 7 to 7, .* such as \[7, 8\], or save"),
         (FLOATS * np.nan, "it has NaN or infinite values"),
     ],
 )

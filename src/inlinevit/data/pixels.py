@@ -345,8 +345,13 @@ def _check_floats(values: NDArray[Any], allowed: tuple[float, float] | None) -> 
     if allowed is not None and not (least >= allowed[0] and most <= allowed[1]):
         raise ValueError(
             f"its pixels are floating-point numbers from {least:g} to {most:g}, which do not tell what is black and "
-            f"white: say so with --data.range, such as [{least:g}, {most:g}], or scale them to 0 … 1"
+            f"white: say so with --data.range, such as {_example_range(least, most)}, or scale them to 0 … 1"
         )
+
+
+def _example_range(least: float, most: float) -> str:
+    """Return values of black and white for a message: those of an image, which may have one value only."""
+    return f"[{least:g}, {most if most > least else least + 1:g}]"
 
 
 def _shifted(
@@ -372,7 +377,8 @@ def _shifted(
         raise ValueError(
             f"its pixels are integers of {8 * values.dtype.itemsize} bits"
             f"{' with a sign' if values.dtype.kind == 'i' else ''}, from {least} to {most}, which do not tell what is "
-            f"black and white: say so with --data.range, such as [{least}, {most}], or save it with 8 or 16 bits"
+            f"black and white: say so with --data.range, such as {_example_range(least, most)}, or save it "
+            "with 8 or 16 bits"
         )
     return (values >> (bits - 8)).astype(np.uint8)
 
