@@ -5,9 +5,11 @@ import inspect
 import json
 import math
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -379,6 +381,17 @@ def test_a_step_reads_nothing_from_the_device(tmp_path: Path) -> None:
         numbers.tolist()
         numbers.sum().item()
         assert counter.reads > 0
+
+
+def test_each_step_draws_numbers_of_its_own(tmp_path: Path) -> None:
+    trainer = make_trainer(settings(tmp_path / "run"))
+    batches = list(trainer.data.batches(0, 0))
+    drawn = []
+    for step in (0, 1, 0):
+        trainer.train_step(step, iter(batches))
+        drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert drawn[0] == drawn[2]
+    assert all(a != b for a, b in zip(drawn[0], drawn[1], strict=True))
 
 
 # Averaged weights and precision
