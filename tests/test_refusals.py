@@ -16,10 +16,15 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from inlinevit import cli
-from inlinevit.analysis.analyze import Effort
+from inlinevit.analysis.analyze import AnalysisSettings
 from inlinevit.engine.config import OptimizerConfig, RunConfig, ScheduleConfig
 from inlinevit.engine.trainer import Trainer
-from inlinevit.tasks.classification.config import AugmentConfig, DataConfig, DistillationConfig, ModelConfig
+from inlinevit.tasks.classification.config import (
+    AugmentConfig,
+    ClassificationDataConfig,
+    DistillationConfig,
+    ModelConfig,
+)
 from inlinevit.tasks.detection.config import DetectionAugmentConfig, DetectionDataConfig, DetectorConfig
 from inlinevit.tasks.multilabel.config import MultilabelDataConfig, MultilabelLossConfig
 from inlinevit.tasks.segmentation.config import (
@@ -34,7 +39,7 @@ CONFIGS: tuple[Any, ...] = (
     OptimizerConfig,
     ScheduleConfig,
     RunConfig,
-    DataConfig,
+    ClassificationDataConfig,
     AugmentConfig,
     ModelConfig,
     DistillationConfig,
@@ -47,7 +52,7 @@ CONFIGS: tuple[Any, ...] = (
     InferenceConfig,
     MultilabelDataConfig,
     MultilabelLossConfig,
-    Effort,
+    AnalysisSettings,
 )
 NAN, INFINITE = float("nan"), float("inf")
 SENSELESS = ["", " ", NAN, INFINITE, -INFINITE, 10**30, -(10**30), -1, {"a": {"b": 1}}, [[]], object(), 3 + 4j]

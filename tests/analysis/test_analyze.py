@@ -13,7 +13,7 @@ from rich.console import Console
 
 from inlinevit import cli
 from inlinevit.analysis.analyze import (
-    Effort,
+    AnalysisSettings,
     Subject,
     analyze,
     analyze_command,
@@ -31,7 +31,7 @@ from inlinevit.tasks.classification.transforms import InputSpec
 
 TINY = "inline_deit_tiny:depth=2,embed_dim=16,num_heads=2,patch_size=8"
 QUIET = Console(quiet=True)
-EFFORT = Effort(images=4, confusion_images=2, batch_size=3)
+SETTINGS = AnalysisSettings(images=4, confusion_images=2, batch_size=3)
 GREY = InputSpec(size=28, mean=(0.5,), std=(0.5,), interpolation="bicubic", crop_pct=1.0, crop_mode="center")
 
 
@@ -81,7 +81,7 @@ def no_figures(monkeypatch):
 @pytest.mark.usefixtures("no_figures")
 def test_untrained_models_stand_side_by_side_with_a_warning(tmp_path, capfd):
     models = [f"{TINY},attention={word}" for word in ("linear", "inline")]
-    path = analyze_command(models, EFFORT, data="embedded", img_size=32, untrained=True, output=str(tmp_path))
+    path = analyze_command(models, SETTINGS, data="embedded", img_size=32, untrained=True, output=str(tmp_path))
     page = path.read_text()
     assert "The weights are random" in page
     assert "warning: The weights are random" in capfd.readouterr().err
@@ -103,11 +103,11 @@ def subject(**options) -> Subject:
 
 def test_masking_needs_classes_that_match():
     source = embedded_fashion_mnist(training=False)
-    assert analyze(subject(), source, EFFORT, QUIET).masking.images == 4
-    found = analyze(subject(no_accuracy="it knows other classes"), source, EFFORT, QUIET)
+    assert analyze(subject(), source, SETTINGS, QUIET).masking.images == 4
+    found = analyze(subject(no_accuracy="it knows other classes"), source, SETTINGS, QUIET)
     assert (found.masking, found.no_masking) == (None, "it knows other classes")
     unknown = ArraySource(source.images, source.labels + np.uint8(90), [], "images")
-    found = analyze(subject(), unknown, EFFORT, QUIET)
+    found = analyze(subject(), unknown, SETTINGS, QUIET)
     assert found.masking is None
     assert "its 10 classes are not those of the images" in found.no_masking
 
@@ -117,7 +117,7 @@ def test_masking_needs_a_map_and_keys_on_it():
     small = timm.create_model(
         "inline_deit_tiny", img_size=28, patch_size=14, embed_dim=16, depth=1, num_heads=2, in_chans=1, num_classes=10
     )
-    found = analyze(subject(model=small.eval()), source, EFFORT, QUIET)
+    found = analyze(subject(model=small.eval()), source, SETTINGS, QUIET)
     assert "its smallest map has a side of 2" in found.no_masking
     pvt = timm.create_model(
         "pvt_tiny",
@@ -128,7 +128,7 @@ def test_masking_needs_a_map_and_keys_on_it():
         in_chans=1,
         num_classes=10,
     )
-    found = analyze(subject(model=pvt.eval()), source, EFFORT, QUIET)
+    found = analyze(subject(model=pvt.eval()), source, SETTINGS, QUIET)
     assert "reduced map" in found.no_masking
     assert len(found.locality) < len(found.confusion.layers) == 4
 
@@ -141,7 +141,7 @@ def test_a_model_for_other_classes_is_analyzed_without_masking(run, tmp_path):
         for number in range(2):
             pixels = generator.integers(0, 256, (30, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "val" / kind / f"{number}.png")
-    path = analyze_command([str(run)], EFFORT, data=str(tmp_path), output=str(tmp_path / "out"))
+    path = analyze_command([str(run)], SETTINGS, data=str(tmp_path), output=str(tmp_path / "out"))
     assert "InLine is left out: its 10 classes are not those of the images (2)." in path.read_text()
     assert len(read(tmp_path / "out")["locality"]["models"]["InLine"]) == 3
 
@@ -157,7 +157,9 @@ def test_the_images_are_those_that_are_named(data, images, run, tmp_path):
     copied = shutil.copytree(run, tmp_path / "run")
     config = (copied / "config.yaml").read_text()
     (copied / "config.yaml").write_text(config.replace("path: embedded", f"path: {tmp_path / 'images'}"))
-    analyze_command([str(copied)], Effort(images=5, confusion_images=1), data=data, output=str(tmp_path / "out"))
+    analyze_command(
+        [str(copied)], AnalysisSettings(images=5, confusion_images=1), data=data, output=str(tmp_path / "out")
+    )
     sections = read(tmp_path / "out")
     assert sections["models"]["data"] == (data or str(tmp_path / "images"))
     assert sections["masking"]["models"]["InLine"]["images"] == images
@@ -209,14 +211,14 @@ def test_random_weights_are_the_same_each_time_and_leave_the_generator_alone():
 
 def test_mistakes_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="images is 0: it should be at least 1"):
-        Effort(images=0)
+        AnalysisSettings(images=0)
     with pytest.raises(ValueError, match=r"epsilon is -1.0: it should be at least 0"):
-        Effort(epsilon=-1.0)
+        AnalysisSettings(epsilon=-1.0)
     with pytest.raises(ValueError, match="choose one of them"):
-        analyze_command([TINY], EFFORT, untrained=True, checkpoint="x", output=str(tmp_path / "new"))
+        analyze_command([TINY], SETTINGS, untrained=True, checkpoint="x", output=str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
 def test_a_model_without_attention_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no attention that can be inspected"):
-        analyze_command(["resnet10t"], EFFORT, untrained=True, img_size=64, output=str(tmp_path))
+        analyze_command(["resnet10t"], SETTINGS, untrained=True, img_size=64, output=str(tmp_path))

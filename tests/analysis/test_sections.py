@@ -20,7 +20,7 @@ from inlinevit.analysis.sections import (
     locality_verdict,
     masking_verdict,
     negative_fraction,
-    percent,
+    short_percent,
     to_json,
 )
 from inlinevit.report import Picture, Table, Text
@@ -87,7 +87,7 @@ def test_verdict_on_confusion(linear, inline, outcome):
         [analysis("softmax"), analysis("linear", confused=linear), analysis("inline", confused=inline)]
     )
     assert outcome in text
-    assert f"linear {percent(linear / 1000)} %" in text
+    assert f"linear {short_percent(linear / 1000)} %" in text
 
 
 def test_verdict_on_confusion_of_one_model_is_a_number():
@@ -151,5 +151,5 @@ def test_models_of_different_depth_share_a_table():
 
 
 def test_small_shares_are_not_rounded_to_nothing():
-    assert [percent(share) for share in (0, 0.25, 0.0012, 0.00001234)] == ["0", "25.0", "0.1", "0.001"]
+    assert [short_percent(share) for share in (0, 0.25, 0.0012, 0.00001234)] == ["0", "25.0", "0.1", "0.001"]
     assert to_json({"a": (1, math.inf, 0.1 + 0.2)}) == {"a": [1, None, 0.3]}

@@ -11,7 +11,7 @@ from inlinevit.benchmark.timing import Quartiles
 from inlinevit.benchmark.train_loop import ConstantModel, bare_step, measure_loop, summarize
 from inlinevit.engine.config import RunConfig
 from inlinevit.engine.trainer import Trainer
-from inlinevit.tasks.classification.config import ClassificationConfig, DataConfig, ModelConfig
+from inlinevit.tasks.classification.config import ClassificationConfig, ClassificationDataConfig, ModelConfig
 from inlinevit.tasks.classification.task import Classification
 
 
@@ -53,7 +53,7 @@ def test_too_few_steps_are_refused():
 
 def test_a_bare_step_sees_as_many_images_as_one_of_the_loop(monkeypatch):
     config = ClassificationConfig(
-        data=DataConfig(batch_size=2, workers=0),
+        data=ClassificationDataConfig(batch_size=2, workers=0),
         model=ModelConfig(img_size=28, in_chans=1, kwargs={"depth": 1}),
         run=RunConfig(grad_accum_steps=3),
     )

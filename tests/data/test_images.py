@@ -17,7 +17,6 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 from inlinevit.data.images import (
     FORMATS,
     ImageFiles,
-    convert_mode,
     decode_image,
     decompression_bomb_limit,
     describe_image_error,
@@ -28,7 +27,11 @@ from inlinevit.data.images import (
     supported_formats,
     unique_names,
 )
+from inlinevit.data.pixels import PixelFormat, convert_pixels
 from tests import ROOT
+
+RGB, GREY = PixelFormat(3), PixelFormat(1)
+FORMAT_OF_MODE = {"RGB": RGB, "L": GREY}
 
 
 def noise(height: int, width: int) -> Image.Image:
@@ -38,7 +41,7 @@ def noise(height: int, width: int) -> Image.Image:
 @pytest.mark.parametrize("size", [(1, 1), (1, 50), (2, 300)])
 def test_images_that_show_nothing_are_refused(size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"{size[0]} × {size[1]} pixels"):
-        decode_image(Image.new("RGB", size), "RGB")
+        decode_image(Image.new("RGB", size), RGB)
 
 
 def test_images_are_turned_as_their_exif_data_say() -> None:
@@ -46,8 +49,8 @@ def test_images_are_turned_as_their_exif_data_say() -> None:
     exif = image.getexif()
     exif[0x0112] = 6  # turned by a quarter
     image.info["exif"] = exif.tobytes()
-    assert decode_image(image, "RGB").size == (20, 30)
-    assert decode_image(noise(20, 30), "L").mode == "L"
+    assert decode_image(image, RGB).size == (20, 30)
+    assert decode_image(noise(20, 30), GREY).mode == "L"
 
 
 def test_colours_without_turning() -> None:
@@ -55,13 +58,13 @@ def test_colours_without_turning() -> None:
     exif = image.getexif()
     exif[0x0112] = 6
     image.info["exif"] = exif.tobytes()
-    assert convert_mode(image, "RGB").size == (30, 20)
-    assert convert_mode(image, "L").mode == "L"
+    assert convert_pixels(image, RGB).size == (30, 20)
+    assert convert_pixels(image, GREY).mode == "L"
 
 
 def test_sixteen_bits_become_eight() -> None:
     deep = Image.fromarray(np.full((4, 4), 30_000, np.uint16))
-    assert convert_mode(deep, "RGB").getpixel((0, 0)) == (30_000 // 256,) * 3
+    assert convert_pixels(deep, RGB).getpixel((0, 0)) == (30_000 // 256,) * 3
 
 
 def encoded(values: np.ndarray | Image.Image, kind: str, **options: object) -> io.BytesIO:
@@ -75,7 +78,7 @@ def encoded(values: np.ndarray | Image.Image, kind: str, **options: object) -> i
 def greys(stream: io.BytesIO, mode: str = "L") -> list[int]:
     """The first row of an image, as a model sees it."""
     with open_image(stream) as image:
-        seen = decode_image(image, mode)
+        seen = decode_image(image, FORMAT_OF_MODE[mode])
     assert seen.mode == mode
     return np.asarray(seen)[0].reshape(seen.width, -1)[:, 0].tolist()
 
@@ -117,7 +120,7 @@ def test_pgm_files_tell_what_is_white(most: int) -> None:
 def test_an_older_pillow_opens_16_bits_of_png_as_32() -> None:
     image = Image.fromarray(rows([0, 256, 30_000, 65535], np.int32))
     image.format = "PNG"
-    assert np.asarray(convert_mode(image, "L"))[0].tolist() == [0, 1, 117, 255]
+    assert np.asarray(convert_pixels(image, GREY))[0].tolist() == [0, 1, 117, 255]
 
 
 def tiff(values: np.ndarray, bits: int, photometric: int = 1, orientation: int = 1) -> io.BytesIO:
@@ -155,12 +158,12 @@ def test_what_values_mean_does_not_depend_on_how_an_image_lies(kind: type) -> No
     with open_image(tiff(values, 8 * values.itemsize, orientation=6)) as image:
         if kind is np.int32:
             with pytest.raises(ValueError, match="32 bits"):
-                decode_image(image, "L")
+                decode_image(image, GREY)
         else:
-            assert np.asarray(decode_image(image, "L")).tolist() == [[0, 255, 0], [0, 255, 255]]
+            assert np.asarray(decode_image(image, GREY)).tolist() == [[0, 255, 0], [0, 255, 255]]
     inverted = tiff(values, 8 * values.itemsize, photometric=0, orientation=6)
     with pytest.raises(ValueError, match=r"0 is white|pixel type that is not supported"):
-        decode_image(open_image(inverted), "L")
+        decode_image(open_image(inverted), GREY)
 
 
 def test_pixel_types_that_pillow_does_not_know_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +182,7 @@ def test_pixel_types_that_pillow_does_not_know_are_named(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("wanted", ["RGB", "L"])
 def test_every_mode_of_8_bits_can_be_seen(mode: str, wanted: str) -> None:
     image = Image.new("RGB", (4, 4), (200, 100, 50)).convert("P" if mode == "PA" else mode)
-    seen = convert_mode(image.convert(mode), wanted)
+    seen = convert_pixels(image.convert(mode), FORMAT_OF_MODE[wanted])
     assert seen.mode == wanted
     if mode in ("RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV") and wanted == "RGB":
         np.testing.assert_allclose(np.asarray(seen)[0, 0], (200, 100, 50), atol=6)
@@ -187,7 +190,7 @@ def test_every_mode_of_8_bits_can_be_seen(mode: str, wanted: str) -> None:
 
 def test_transparency_is_left_out() -> None:
     clear = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
-    assert convert_mode(clear, "RGB").getpixel((0, 0)) == (200, 100, 50)
+    assert convert_pixels(clear, RGB).getpixel((0, 0)) == (200, 100, 50)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
@@ -229,13 +232,13 @@ def test_no_program_is_started_for_eps(tmp_path: Path, no_programs: list[object]
     assert no_programs, "Pillow itself would have started one"
     no_programs.clear()
     with pytest.raises(ValueError, match=r"^its format is EPS, which is not supported: .* JPEG, PNG, WEBP, TIFF, BMP"):
-        decode_image(open_image(tmp_path / name), "RGB")
+        decode_image(open_image(tmp_path / name), RGB)
     assert not no_programs
 
 
 def test_no_program_is_started_for_what_is_inside_of_iptc(no_programs: list[object]) -> None:
     with pytest.raises((OSError, ValueError)):
-        decode_image(open_image(io.BytesIO(iptc(EPS))), "RGB")
+        decode_image(open_image(io.BytesIO(iptc(EPS))), RGB)
     assert not no_programs
 
 
@@ -254,14 +257,14 @@ def test_every_format_is_read(tmp_path: Path, kind: str) -> None:
     # Under a name that tells another format.
     noise(24, 32).save(tmp_path / "x.jpg", kind)
     with open_image(tmp_path / "x.jpg") as image:
-        assert decode_image(image, "RGB").width > 0
+        assert decode_image(image, RGB).width > 0
         assert image.format in FORMATS
 
 
 def test_multi_picture_files_are_read(tmp_path: Path) -> None:
     noise(24, 32).save(tmp_path / "x.mpo", save_all=True, append_images=[noise(24, 32)])
     with open_image(tmp_path / "x.mpo") as image:
-        assert decode_image(image, "RGB").size == (32, 24)
+        assert decode_image(image, RGB).size == (32, 24)
     assert list(find_images([str(tmp_path)])) == [str(tmp_path / "x.mpo")]
 
 
@@ -273,7 +276,7 @@ def test_files_are_closed(tmp_path: Path) -> None:
         warnings.simplefilter("error", ResourceWarning)
         for _ in range(3):
             with open_image(tmp_path / "x.png") as image:
-                decode_image(image, "RGB")
+                decode_image(image, RGB)
             del image
             with pytest.raises(UnidentifiedImageError):
                 open_image(tmp_path / "text.png")

@@ -9,6 +9,7 @@ from PIL import Image
 
 from inlinevit.data.images import decode_image
 from inlinevit.data.inputs import ImageInputs, to_image
+from inlinevit.data.pixels import PixelFormat
 
 BYTES = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 FLOATS = BYTES.astype(np.float32) / 255
@@ -16,7 +17,7 @@ GREY = BYTES[..., 0]
 
 
 def pixels(image: object) -> np.ndarray:
-    return np.asarray(decode_image(to_image(image), "RGB"))
+    return np.asarray(decode_image(to_image(image), PixelFormat()))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_which_images_are_meant(tmp_path: Path) -> None:
     assert names == [a, "images[1]", a, a, b, a, b]
     for index in range(len(inputs)):
         with inputs.open(index) as image:
-            assert np.array_equal(np.asarray(decode_image(image, "RGB")), BYTES)
+            assert np.array_equal(np.asarray(decode_image(image, PixelFormat())), BYTES)
     single = [str(first), first, BYTES, torch.zeros(3, 4, 4), Image.fromarray(BYTES), "nothing.png"]
     assert [ImageInputs(one).is_single for one in single] == [True] * 6
     several = [[first], (first,), tmp_path, str(tmp_path / "*.png"), tmp_path.glob("*.png"), []]

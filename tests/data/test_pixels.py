@@ -302,9 +302,10 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 def test_arrays(tmp_path: Path) -> None:
-    assert image_to_tensor(decode_image(BandArray(grey([0, 16, 2048, 4095], np.uint16)), "RGB")).shape == (3, 4, 4)
+    converted = decode_image(BandArray(grey([0, 16, 2048, 4095], np.uint16)), PixelFormat(3))
+    assert image_to_tensor(converted).shape == (3, 4, 4)
     values = np.zeros((4, 4, 3), np.uint8)
-    assert isinstance(decode_image(BandArray(values), "L"), Image.Image)
+    assert isinstance(decode_image(BandArray(values), PixelFormat(1)), Image.Image)
     with pytest.raises(ValueError, match=r"array of object of the shape"):
         BandArray(np.array([["a"]], object))
     with pytest.raises(ValueError, match=r"array of uint8 of the shape \(1, 2, 3, 4\): give \(height, width\)"):

@@ -309,4 +309,4 @@ def test_ids_tell_files_and_drawings_apart(tmp_path: Path) -> None:
 def test_several_processes_need_an_output(home: Path) -> None:
     options = ClassificationPredictOptions()
     with pytest.raises(ValueError, match="several processes cannot print their results together: name a file"):
-        predictor_module._check_way_out(options, "table", is_printed=True, processes=2)
+        predictor_module._check_output_format(options, "table", is_printed=True, processes=2)

@@ -14,7 +14,7 @@ from inlinevit.data.images import ImageFiles
 from inlinevit.engine import progress
 from inlinevit.engine.evaluator import Evaluator, evaluate_model
 from inlinevit.engine.predictor import predict, predict_command
-from inlinevit.engine.progress import job_progress, part_progress
+from inlinevit.engine.progress import job_progress, nested_progress
 from inlinevit.engine.setup import make_accelerator
 from inlinevit.tasks.segmentation.config import InferenceOptions, SegmentationPredictOptions
 from inlinevit.tasks.segmentation.task import Segmentation
@@ -78,7 +78,7 @@ def test_a_job_that_fails_tells_how_far_it_was(clock: Clock, capsys: pytest.Capt
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert capsys.readouterr().err == "evaluating: 1 batches, 0:00:40 elapsed\n"
-    with part_progress("image", 3, "windows") as advance:
+    with nested_progress("image", 3, "windows") as advance:
         clock.now += 40
         advance()
     assert capsys.readouterr().err == ""
@@ -91,7 +91,7 @@ def test_a_bar_on_a_terminal(clock: Clock, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(sys, "stderr", terminal)
     with job_progress("predicting [red]\n", 4, "images") as advance:
         advance()
-        with part_progress("image", 8, "windows") as advance_part:
+        with nested_progress("image", 8, "windows") as advance_part:
             advance_part()
             assert "windows" not in terminal.getvalue()
             clock.now += 3

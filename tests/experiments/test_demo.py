@@ -33,7 +33,11 @@ def few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "TIMED_ROUNDS", 3)
         patch.setattr(style, "PNG_DPI", 20)
-        patch.setattr(compare, "EFFORT", compare.Effort(images=TEST_IMAGES, confusion_images=2, batch_size=30))
+        patch.setattr(
+            compare,
+            "ANALYSIS_SETTINGS",
+            compare.AnalysisSettings(images=TEST_IMAGES, confusion_images=2, batch_size=30),
+        )
         yield
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import timm
 
-from inlinevit.models import Backbone
+from inlinevit.models import InLineViT
 from inlinevit.models._arguments import RANGES, UNCHECKED
 from inlinevit.models.inline_cswin import InLineCSWin
 from inlinevit.models.inline_deit import InLineDeiT
@@ -23,7 +23,7 @@ ACCEPTED = [("mlp_ratio", 1.5)]
 def hints(family: type) -> dict[str, Any]:
     """The types of the keyword arguments of a family and of all families."""
     annotated = {
-        **inspect.signature(Backbone).parameters,
+        **inspect.signature(InLineViT).parameters,
         **inspect.signature(family).parameters,
     }
     return {

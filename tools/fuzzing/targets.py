@@ -31,6 +31,7 @@ from inlinevit.cli.dispatch import option_names
 from inlinevit.cli.errors import report_error
 from inlinevit.cli.train import make_parser
 from inlinevit.data.images import ImageFiles
+from inlinevit.data.pixels import PixelFormat
 from inlinevit.engine import checkpoints
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress
 from inlinevit.engine.predictor import read_images
@@ -637,8 +638,8 @@ class Images:
 
     def run(self, path: Path) -> None:
         """Read it as prediction does; an image that cannot be used comes with one line that says why."""
-        for mode in ("RGB", "L"):
-            (read,) = read_images(ImageFiles([str(path)]), mode)
+        for mode, channels in (("RGB", 3), ("L", 1)):
+            (read,) = read_images(ImageFiles([str(path)]), PixelFormat(channels))
             image = read.image
             if image is None:
                 raise ValueError(read.error)

@@ -21,7 +21,12 @@ from ..layers import BaseAttention
 from ..layers.registry import attention_name
 from ..models.factory import parse_model
 from ..report import STYLES, Block, Report, Section, Table, Text
-from ..tasks.classification.config import ClassificationConfig, ClassificationDataOptions, DataConfig, ModelConfig
+from ..tasks.classification.config import (
+    ClassificationConfig,
+    ClassificationDataConfig,
+    ClassificationDataOptions,
+    ModelConfig,
+)
 from ..tasks.classification.dataset import UnreadableCounter, drop_unreadable, make_eval_loader
 from ..tasks.classification.model import build_model
 from ..tasks.classification.predictor import (
@@ -29,7 +34,6 @@ from ..tasks.classification.predictor import (
     check_batch_memory,
     find_classification_run,
     load_classifier,
-    match_classes,
 )
 from ..tasks.classification.shards import ShardSource
 from ..tasks.classification.sources import ImageSource, open_source, source_paths, take_subset
@@ -76,8 +80,8 @@ class Subject:
 
 
 @dataclass
-class Effort:
-    """The amount of data.
+class AnalysisSettings:
+    """How many images an analysis takes, and what counts as confused.
 
     Attributes:
         images: Images for locality and masking.
@@ -100,21 +104,23 @@ class Effort:
             check_value(name, vars(self)[name], float, Range(0, 2))
 
 
-def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort, console: Console) -> Analysis:
+def analyze(
+    subject: Subject, source: ImageSource | ShardSource, settings: AnalysisSettings, console: Console
+) -> Analysis:
     """Analyze a model on an evenly spaced subset of labelled images, and show the progress on a console."""
     model = subject.model
 
     def batches(count: int, what: str) -> Iterator[tuple[Tensor, Tensor]]:
         subset = take_subset(source, count)
-        return prepared_batches(subject, subset, effort.batch_size, f"{subject.label}: {what}", console)
+        return prepared_batches(subject, subset, settings.batch_size, f"{subject.label}: {what}", console)
 
-    confusion_images = (images for images, _ in batches(effort.confusion_images, "confusion"))
-    confusion = measure_confusion(model, confusion_images, epsilon=effort.epsilon, delta=effort.delta)
+    confusion_images = (images for images, _ in batches(settings.confusion_images, "confusion"))
+    confusion = measure_confusion(model, confusion_images, epsilon=settings.epsilon, delta=settings.delta)
     highest = 0
 
     def locality_images() -> Iterator[Tensor]:
         nonlocal highest
-        for images, labels in batches(effort.images, "locality"):
+        for images, labels in batches(settings.images, "locality"):
             highest = max(highest, int(labels.max()))
             yield images
 
@@ -130,7 +136,7 @@ def analyze(subject: Subject, source: ImageSource | ShardSource, effort: Effort,
     elif highest >= subject.num_classes and not subject.no_accuracy:
         found.no_masking = f"its {subject.num_classes} classes are not those of the images (labels up to {highest})"
     if not found.no_masking:
-        found.masking = measure_masking(model, batches(effort.images, "masking"), sides=sides)
+        found.masking = measure_masking(model, batches(settings.images, "masking"), sides=sides)
     return found
 
 
@@ -140,10 +146,10 @@ def prepared_batches(
     """Yield images and labels for a model, on its device; unreadable images are reported and left out."""
     spec = subject.spec
     device = next(subject.model.parameters()).device
-    config = DataConfig(batch_size=batch_size, workers=0)
+    config = ClassificationDataConfig(batch_size=batch_size, workers=0)
     # Any label is accepted: images are analyzed even if their classes are not those of the model.
     loaded: Iterable[tuple[Tensor, Tensor, list[str]]] = make_eval_loader(
-        source, evaluation_transform(spec), spec.mode, sys.maxsize, config, process=0, processes=1
+        source, evaluation_transform(spec), spec.pixel_format, sys.maxsize, config, process=0, processes=1
     )
     shown = track(loaded, what, console=console)
     for images, labels in drop_unreadable(shown, UnreadableCounter(len(source)), subject.labels):
@@ -201,7 +207,7 @@ def open_untrained(model: str, img_size: int | None) -> ClassificationPredictor:
 
 def analyze_command(
     models: list[str],
-    effort: Effort,
+    settings: AnalysisSettings,
     *,
     data: str | None = None,
     checkpoint: str | None = None,
@@ -219,7 +225,9 @@ def analyze_command(
         if not untrained:
             find_classification_run(model)
     run = open_run(ClassificationConfig, models[0]) if has_config(models[0]) else None
-    config = ClassificationDataOptions(path=data).applied_to(None if run is None else run.config.data, DataConfig())
+    config = ClassificationDataOptions(path=data).applied_to(
+        None if run is None else run.config.data, ClassificationDataConfig()
+    )
     source = open_source(config, training=False)
     files, folders = source_paths(source)
     inputs = [*files, checkpoint] if checkpoint else files
@@ -231,8 +239,8 @@ def analyze_command(
         for model in models
     ]
     for classifier in classifiers:
-        most = max(effort.images, effort.confusion_images)
-        check_batch_memory(classifier.spec, min(effort.batch_size, most, len(source)))
+        most = max(settings.images, settings.confusion_images)
+        check_batch_memory(classifier.spec, min(settings.batch_size, most, len(source)))
     make_output_dir(folder)
     attentions = [attention_of(classifier.model) for classifier in classifiers]
     labels = labels_of(models, attentions)
@@ -240,7 +248,7 @@ def analyze_command(
     for model, classifier, attention, label in zip(models, classifiers, attentions, labels, strict=True):
         classifier.model.to(chosen)
         subject = subject_of(classifier, label, attention, source, untrained)
-        analyses.append(analyze(subject, source, effort, console))
+        analyses.append(analyze(subject, source, settings, console))
         weights = "random" if untrained else checkpoint or ("of the run" if has_config(model) else "published")
         size = f"{classifier.spec.size} × {classifier.spec.size}"
         rows.append((label, model, classifier.name, attention, weights, size))
@@ -249,9 +257,9 @@ def analyze_command(
     if untrained:
         console.print(f"warning: {UNTRAINED}", markup=False)
         blocks.insert(0, Text(UNTRAINED, is_key=True))
-    facts = {"data": config.path, **vars(effort), "untrained": untrained}
+    facts = {"data": config.path, **vars(settings), "untrained": untrained}
     facts["models"] = [dict(zip(headings, row, strict=True)) for row in rows]
-    measured = min(effort.images, len(source))
+    measured = min(settings.images, len(source))
     report = Report("Attention of the models", f"Measured on {measured} images of {config.path}.")
     report.add(Section("models", "The models", blocks, facts), *analysis_sections(analyses))
     path = report.write(folder, "analysis")
@@ -269,7 +277,7 @@ def subject_of(
         no_accuracy = "it has random weights, so its accuracy is meaningless"
     elif source.classes is not None:
         try:
-            labels = match_classes(source.classes, classifier)
+            labels = classifier.match_classes(source.classes)
         except ValueError:
             count = len(source.classes)
             no_accuracy = f"its {classifier.num_classes} classes are not those of the images ({count})"

@@ -84,12 +84,12 @@ def confusion_section(analyses: Sequence[Analysis], styles: Styles) -> Section:
             str(len(one.per_image)),
             f"{one.pairs:,}",
             f"{one.confused:,}",
-            percent(one.fraction),
+            short_percent(one.fraction),
             f"{sum(count > 0 for count in one.per_image)} of {len(one.per_image)}",
         )
         for name, one in found.items()
     ]
-    columns = {name: [percent(layer.fraction) for layer in one.layers] for name, one in found.items()}
+    columns = {name: [short_percent(layer.fraction) for layer in one.layers] for name, one in found.items()}
     return make_section(
         "confusion",
         "Different queries, the same attention",
@@ -123,7 +123,7 @@ def confusion_section(analyses: Sequence[Analysis], styles: Styles) -> Section:
 
 def confusion_verdict(analyses: Sequence[Analysis]) -> str:
     """Return how many pairs each model confuses, and whether theory predicts that."""
-    listed = join_words(f"{one.label} {percent(one.confusion.fraction)} %" for one in analyses)
+    listed = join_words(f"{one.label} {short_percent(one.confusion.fraction)} %" for one in analyses)
     verdict = f"Of all pairs of different queries, these percentages have the same row: {listed}."
     injective = [one.confusion.fraction for one in analyses if one.attention in INJECTIVE]
     linear = [one.confusion.fraction for one in analyses if one.attention == "linear"]
@@ -292,7 +292,7 @@ def maps_section(analyses: Sequence[Analysis]) -> Section:
     negative, rows = {}, []
     for one in shown:
         weights = all_weights(one)
-        negative[one.label] = percent(negative_fraction(weights))
+        negative[one.label] = short_percent(negative_fraction(weights))
         rows.append((one.label, f"{min(weights):+.3g}", f"{max(weights):+.3g}", negative[one.label]))
     listed = join_words(f"{name} {value} %" for name, value in negative.items())
     pictures = [
@@ -357,7 +357,7 @@ def layers_table(columns: Mapping[str, Sequence[str]], caption: str) -> Table:
     return Table(("layer", *columns), rows, caption)
 
 
-def percent(fraction: float) -> str:
+def short_percent(fraction: float) -> str:
     """Format a fraction in percent, without the sign; small fractions have a significant digit."""
     if fraction == 0:
         return "0"

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from ..engine.config import MOST_STEPS, MOST_WORKERS
-from ..models._backbone import Backbone
+from ..models._inline_vit import InLineViT
 from ..models.inference import optimize_for_inference
 from ..utils.validation import Range, check_value, require
 from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
@@ -73,7 +73,7 @@ MODES: dict[str, Callable[[nn.Module], nn.Module | None]] = {
     "eager": lambda module: module,
     "compiled": compiled,
     # For models of this package only.
-    "optimized": lambda module: optimize_for_inference(module) if isinstance(module, Backbone) else None,
+    "optimized": lambda module: optimize_for_inference(module) if isinstance(module, InLineViT) else None,
 }
 
 

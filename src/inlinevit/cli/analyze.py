@@ -22,25 +22,26 @@ def analyze(
     """Measure confusion, locality, masking and maps of the attention of models, side by side.
 
     Args:
-        models: Folders of training runs, or names of models of ours or of timm's.
-        data: Labelled images, as for inlinevit train; their evaluation part is used. null = those of the first model's
+        models: Folders of training runs, or names of models of this library or of timm.
+        data: Labelled images, as for inlinevit train; their evaluation split is used. null = those of the first model's
             training run, or the embedded ones.
         images: Number of images to measure locality and masking on.
         confusion_images: Number of images to count confused pairs of queries on, which is slow for large maps.
         checkpoint: As for inlinevit eval; the same for all models.
         img_size: Side of the images that the models see; null = what they were trained for.
         batch_size: Images in a batch.
-        epsilon: Rows nearer than this, relative to the longer of them, count as the same.
-        delta: Queries farther apart than this, relative to the longer of them, count as different.
+        epsilon: Attention weights of two queries that are nearer than this, relative to the larger norm, count as the
+            same.
+        delta: Queries farther apart than this, relative to the larger norm, count as different.
         untrained: Use random weights. Names may have options then, such as inline_deit_tiny:attention=linear.
         device: Where to compute, such as cpu or cuda; null = the best device there is.
         output: Folder for analysis.html, analysis.json and figures/.
     """
-    from ..analysis.analyze import Effort, analyze_command
+    from ..analysis.analyze import AnalysisSettings, analyze_command
 
     analyze_command(
         models,
-        Effort(images, confusion_images, batch_size, epsilon, delta),
+        AnalysisSettings(images, confusion_images, batch_size, epsilon, delta),
         data=data,
         checkpoint=checkpoint,
         img_size=img_size,

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
-from ..recipes import find_recipe, merge_parts, read_parts
+from ..recipes import find_recipe, merge_recipe_files, read_recipe_files
 from ..tasks import TaskEntry
 
 AnyConfig = TypeVar("AnyConfig")
@@ -103,10 +103,10 @@ class RecipeAction(ActionConfigFile):
         except ValueError as error:
             raise ArgumentError(self, str(error)) from error
         try:
-            parts = read_parts(file, self.task)
-            for part in parts:
-                require_sections(part.content, options)
-            recipe = yaml.safe_dump(merge_parts(parts), sort_keys=False)
+            files = read_recipe_files(file, self.task)
+            for one in files:
+                require_sections(one.content, options)
+            recipe = yaml.safe_dump(merge_recipe_files(files), sort_keys=False)
         except (OSError, ValueError) as error:
             raise ArgumentError(self, f"{values} is not a valid recipe ({error})") from error
         super().__call__(parser, namespace, recipe, option_string)
@@ -120,7 +120,7 @@ def require_sections(recipe: Any, options: Sequence[str], section: str = "") -> 
     Args:
         recipe: The content of the recipe, or of one of its sections.
         options: The options of the command: data.path, ….
-        section: Which part of it this is, such as "data."; "" = all of it.
+        section: Which one of it this is, such as "data."; "" = all of it.
     """
     if not isinstance(recipe, dict):
         example = next(option for option in options if option.startswith(section) and "." in option)

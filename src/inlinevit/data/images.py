@@ -122,12 +122,12 @@ def _format_by_prefix(prefix: bytes) -> str | None:
     return None
 
 
-def decode_image(image: AnyImage, mode: str | PixelFormat) -> AnyImage:
+def decode_image(image: AnyImage, pixel_format: PixelFormat) -> AnyImage:
     """Decode an image, convert it to the input of a model, and rotate it as its EXIF data say.
 
     Args:
         image: An image as `open_image` returns it, one of Pillow's, or a BandArray.
-        mode: The bands and values that a model needs; "RGB" and "L" stand for PixelFormat(3) and PixelFormat(1).
+        pixel_format: The bands and values that the model gets.
 
     Returns:
         A PIL image in RGB or L for three channels or one; else a BandArray of bytes.
@@ -138,7 +138,7 @@ def decode_image(image: AnyImage, mode: str | PixelFormat) -> AnyImage:
             clear what its values mean.
     """
     check_size(image)
-    converted = convert_mode(image, mode)
+    converted = convert_pixels(image, pixel_format)
     # Some formats have their EXIF data behind the pixels.
     orientation = image.getexif().get(ORIENTATION, 1) if isinstance(image, Image.Image) else image.orientation
     return transposed(converted, orientation)
@@ -155,15 +155,6 @@ def check_size(image: AnyImage) -> None:
     if width * height > PIXELS_WITHOUT_CHECK:
         needed = width * height * len(image.getbands())
         require_memory(needed, f"its {width} × {height} pixels", "cut it into tiles")
-
-
-def convert_mode(image: AnyImage, mode: str | PixelFormat) -> AnyImage:
-    """Decode an image and convert it, without rotation; see decode_image. docs/images.md has a table of all kinds."""
-    converted = convert_pixels(image, mode)
-    if isinstance(converted, Image.Image):
-        # EXIF data of the file say how to rotate it, not this image.
-        converted.info = {}
-    return converted
 
 
 @contextmanager

@@ -153,12 +153,12 @@ class BandArray:
 AnyImage = Image.Image | BandArray
 
 
-def convert_pixels(image: AnyImage, mode: str | PixelFormat) -> AnyImage:
+def convert_pixels(image: AnyImage, pixel_format: PixelFormat) -> AnyImage:
     """Decode an image and convert it to the input of a model, 8 bits per band, without rotation.
 
     Args:
         image: An image of Pillow's, or an array.
-        mode: The format; "RGB" and "L" stand for three channels and one.
+        pixel_format: The bands and values that the model gets.
 
     Returns:
         A PIL image in RGB or L for three channels or one; else a BandArray.
@@ -167,29 +167,29 @@ def convert_pixels(image: AnyImage, mode: str | PixelFormat) -> AnyImage:
         OSError: It cannot be decoded.
         ValueError: It has other bands than the model needs, or it is not clear what its values mean.
     """
-    wanted = as_format(mode)
-    if isinstance(image, Image.Image) and _needs_no_array(image, wanted):
+    channels = pixel_format.channels
+    if isinstance(image, Image.Image) and _needs_no_array(image, pixel_format):
         # Pillow converts LAB to RGB only.
         image = image.convert("RGB") if image.mode == "LAB" else image
-        return image.convert("L" if wanted.channels == 1 else "RGB")
+        converted = image.convert("L" if channels == 1 else "RGB")
+        # EXIF data of the file say how to rotate it, not this image.
+        converted.info = {}
+        return converted
     bands = bands_of(image) if isinstance(image, Image.Image) else image
-    chosen = _chosen_bands(bands, wanted)
+    chosen = _chosen_bands(bands, pixel_format)
     values = bands.read()
     # Without a copy, where that is possible.
     first, count = chosen[0], len(chosen)
     is_slice = chosen == list(range(first, first + count))
     values = values[..., first : first + count] if is_slice else values[..., chosen]
-    return _as_image(to_bytes(values, wanted.range, nodata=bands.nodata, bits=declared_bits(image)), wanted.channels)
+    scaled = to_bytes(values, pixel_format.range, nodata=bands.nodata, bits=declared_bits(image))
+    return _as_image(scaled, channels)
 
 
-def as_format(mode: str | PixelFormat) -> PixelFormat:
-    """Return a format; "RGB" and "L" stand for three channels and one."""
-    return mode if isinstance(mode, PixelFormat) else PixelFormat(1 if mode == "L" else 3)
-
-
-def _needs_no_array(image: Image.Image, wanted: PixelFormat) -> bool:
+def _needs_no_array(image: Image.Image, pixel_format: PixelFormat) -> bool:
     """Whether Pillow itself converts an image: most images, for most models."""
-    is_plain = wanted.channels in (1, 3) and wanted.bands is None and not isinstance(wanted.range, tuple)
+    has_range = isinstance(pixel_format.range, tuple)
+    is_plain = pixel_format.channels in (1, 3) and pixel_format.bands is None and not has_range
     # Without a tag that says so, a fourth band of a TIFF file is not alpha.
     has_other_bands = image.format == "TIFF" and image.mode in ("LA", "RGBA", "RGBX") and not _has_alpha(image)
     return is_plain and image.mode in EIGHT_BITS and not has_other_bands
@@ -262,20 +262,22 @@ def declared_bits(image: AnyImage) -> int | None:
     return 12 if tiff_tag(image, BITSPERSAMPLE) == (12,) else None
 
 
-def _chosen_bands(image: BandArray, wanted: PixelFormat) -> list[int]:
+def _chosen_bands(image: BandArray, pixel_format: PixelFormat) -> list[int]:
     """Return which bands of an image a model gets."""
-    count, channels = image.bands, wanted.channels
+    count, channels = image.bands, pixel_format.channels
     colours = count - image.has_alpha
     has = f"it has {count} band{'' if count == 1 else 's'}"
-    if wanted.bands is not None:
-        missing = [band for band in wanted.bands if not 0 <= band < count]
+    if pixel_format.bands is not None:
+        missing = [band for band in pixel_format.bands if not 0 <= band < count]
         if missing:
             raise ValueError(
                 f"{has}, so there is no band {missing[0]}, counted from 0: choose others with --data.bands"
             )
-        if len(wanted.bands) in (channels, 1 if channels == 3 else channels):
-            return list(wanted.bands)
-        raise ValueError(f"{len(wanted.bands)} bands are chosen, but the model takes {channels}: correct --data.bands")
+        if len(pixel_format.bands) in (channels, 1 if channels == 3 else channels):
+            return list(pixel_format.bands)
+        raise ValueError(
+            f"{len(pixel_format.bands)} bands are chosen, but the model takes {channels}: correct --data.bands"
+        )
     if colours == channels or (channels == 3 and colours == 1):
         return list(range(colours))
     if count == channels:
@@ -321,11 +323,11 @@ def to_bytes(
         _check_floats(values if is_empty is None else values[~is_empty], None if is_given else (low, high))
     scaled = np.empty(values.shape, np.uint8)
     for top in range(0, len(values), ROWS_AT_ONCE):
-        part = slice(top, top + ROWS_AT_ONCE)
-        rows = values[part].astype(np.float64)
+        chunk = slice(top, top + ROWS_AT_ONCE)
+        rows = values[chunk].astype(np.float64)
         if is_empty is not None:
-            rows[is_empty[part]] = low
-        scaled[part] = ((rows - low) * 255 / (high - low) + 0.5).clip(0, 255)
+            rows[is_empty[chunk]] = low
+        scaled[chunk] = ((rows - low) * 255 / (high - low) + 0.5).clip(0, 255)
     return scaled
 
 
@@ -388,14 +390,14 @@ def bits_in_use(most: int) -> int:
     return next(bits for bits in BITS_IN_USE if most < 2**bits)
 
 
-def measure_bits(image: AnyImage, mode: PixelFormat) -> int | None:
+def measure_bits(image: AnyImage, pixel_format: PixelFormat) -> int | None:
     """Return how many bits an image with unsigned 16-bit integers uses; None for others, which are not decoded."""
     if isinstance(image, Image.Image) and image.mode in EIGHT_BITS:
         return None
     bands = bands_of(image) if isinstance(image, Image.Image) else image
     if bands.dtype != np.uint16:
         return None
-    values = bands.read()[..., _chosen_bands(bands, mode)]
+    values = bands.read()[..., _chosen_bands(bands, pixel_format)]
     is_empty = _without_data(values, bands.nodata)
     values = values if is_empty is None else values[~is_empty]
     return declared_bits(image) or bits_in_use(int(values.max(initial=0)))

@@ -37,7 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Evaluation(ABC):
-    """The result of an evaluation. Shares are from 0 to 1, in classification percent; NaN where nothing is counted.
+    """The result of an evaluation. Metrics are from 0 to 1, in classification percent; NaN where nothing is counted.
 
     Attributes:
         images: How many images were evaluated.

@@ -75,8 +75,6 @@ class Predictor(ABC, Generic[Result]):
     options_class: ClassVar[type[CommandOptions]]
     # Images with more pixels are refused; None = Pillow's limit.
     max_pixels: int | None = field(default=None, kw_only=True)
-    # The bands and values of images that the model gets.
-    pixels: PixelFormat = field(default=PixelFormat(), kw_only=True)
 
     def __call__(self, images: ImageInput | Iterable[ImageInput], **options: Any) -> Any:
         """Predict images, as `inlinevit predict` does.
@@ -133,7 +131,7 @@ class Predictor(ABC, Generic[Result]):
     @property
     def transform(self) -> "InputTransform":
         """From an image, of any kind that the predictor takes, to the input of the model, without the batch."""
-        return InputTransform(self.mode, self.max_pixels, self.to_tensor)
+        return InputTransform(self.pixel_format, self.max_pixels, self.to_tensor)
 
     @property
     @abstractmethod
@@ -146,9 +144,9 @@ class Predictor(ABC, Generic[Result]):
         """From a converted image to the input of the model, without the batch."""
 
     @property
-    def mode(self) -> PixelFormat:
-        """How images are converted."""
-        return self.pixels
+    def pixel_format(self) -> PixelFormat:
+        """The bands and values of images that the model gets."""
+        return PixelFormat()
 
     def _make_options(self, given: Mapping[str, Any]) -> CommandOptions:
         """Return the options of a call."""
@@ -166,7 +164,7 @@ class Predictor(ABC, Generic[Result]):
         """Return the results of some images; None where the model's output is not finite.
 
         Args:
-            images: In the mode of this predictor; one at a time, unless the options have a batch_size.
+            images: In the pixel format of this predictor; one at a time, unless the options have a batch_size.
             options: The task's options of `predict`.
             device: Where the model is.
         """
@@ -207,12 +205,12 @@ class InputTransform:
     """From an image to the input of a model; without the model, so that data workers can have it.
 
     Attributes:
-        mode: The bands and values that images are converted to.
+        pixel_format: The bands and values that images are converted to.
         max_pixels: Images with more pixels are refused; None = Pillow's limit.
         to_tensor: From a converted image to the input.
     """
 
-    mode: PixelFormat
+    pixel_format: PixelFormat
     max_pixels: int | None
     to_tensor: Callable[[AnyImage], Tensor]
 
@@ -224,7 +222,7 @@ class InputTransform:
         """
         inputs = ImageInputs(image)
         require(inputs.is_single, "transform takes one image: call it for each")
-        (read,) = read_images(inputs, self.mode, self.max_pixels)
+        (read,) = read_images(inputs, self.pixel_format, self.max_pixels)
         if read.image is None:
             raise ValueError(read.error)
         return self.to_tensor(read.image)
@@ -241,13 +239,15 @@ class DrawingPredictor(Predictor[Result]):
         """Draw a result on its image; arguments as they are in a Prediction."""
 
 
-def read_images(files: ImageFiles, mode: str | PixelFormat, max_pixels: int | None = None) -> Iterator[Prediction[Any]]:
+def read_images(
+    files: ImageFiles, pixel_format: PixelFormat, max_pixels: int | None = None
+) -> Iterator[Prediction[Any]]:
     """Read images one after the other; those that cannot be used have an error. See Predictor for the arguments."""
     for index in range(len(files)):
         name = files.name(index)
         try:
             with decompression_bomb_limit(max_pixels), files.open(index) as opened:
-                prediction = Prediction[Any](name, decode_image(opened, mode))
+                prediction = Prediction[Any](name, decode_image(opened, pixel_format))
         # A damaged file can make Pillow raise anything.
         except Exception as error:
             prediction = Prediction(name, error=describe_image_error(name, error))
@@ -271,8 +271,8 @@ def predict(
     batch_size = batch_size_of(options)
     predictor.check_memory(min(batch_size, len(files)))
     predictor.model.to(chosen)
-    mode, max_pixels = override_pixels(predictor, options.data)
-    images = read_images(files, mode, max_pixels)
+    pixel_format, max_pixels = override_pixels(predictor, options.data)
+    images = read_images(files, pixel_format, max_pixels)
     while batch := list(islice(images, batch_size)):
         readable = [one.image for one in batch if one.image is not None]
         results = iter(predictor.predict_images(readable, options, chosen) if readable else [])
@@ -286,10 +286,11 @@ def predict(
 
 def override_pixels(predictor: Predictor[Any], options: PixelOptions) -> tuple[PixelFormat, int | None]:
     """Return the bands and values that a predictor gets, and its pixel limit, with options in place of the run's."""
-    bands = predictor.mode.bands if options.bands is None else tuple(options.bands)
-    values: Any = predictor.mode.range if options.range is None else options.range
-    mode = replace(predictor.mode, bands=bands, range=tuple(values) if isinstance(values, list) else values)
-    return mode, predictor.max_pixels if options.max_pixels is None else options.max_pixels
+    own = predictor.pixel_format
+    bands = own.bands if options.bands is None else tuple(options.bands)
+    values: Any = own.range if options.range is None else options.range
+    pixel_format = replace(own, bands=bands, range=tuple(values) if isinstance(values, list) else values)
+    return pixel_format, predictor.max_pixels if options.max_pixels is None else options.max_pixels
 
 
 def predict_command(task: type["Task"], model: str, images: Sequence[str], options: PredictOptions) -> int:
@@ -309,7 +310,7 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
     files, output = run_on_main(accelerator, lambda: _open_files(images, options))
     format = options.chosen_format() if isinstance(options, ClassPredictOptions) else "records"
     is_printed = output is None or is_stream(output)
-    _check_way_out(options, format, is_printed=is_printed, processes=accelerator.num_processes)
+    _check_output_format(options, format, is_printed=is_printed, processes=accelerator.num_processes)
     # Programs expect UTF-8; on a terminal, letters that it does not know are escaped.
     if isinstance(sys.stdout, io.TextIOWrapper):
         is_for_people = format in ("table", "records")
@@ -352,8 +353,8 @@ def _open_files(images: Sequence[str], options: PredictOptions) -> tuple[ImageFi
     return files, None if options.output is None else check_output_file(options.output, inputs)
 
 
-def _check_way_out(options: PredictOptions, format: str, *, is_printed: bool, processes: int) -> None:
-    """Refuse a way to give out results that does not work, before the model is loaded."""
+def _check_output_format(options: PredictOptions, format: str, *, is_printed: bool, processes: int) -> None:
+    """Refuse a format that does not fit the output, before the model is loaded."""
     remedy = "name a file for the results with --output"
     if is_printed:
         require(processes == 1, f"several processes cannot print their results together: {remedy}")

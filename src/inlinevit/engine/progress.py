@@ -26,23 +26,23 @@ SHORT_SECONDS = 2.0
 
 
 class _Job:
-    """A job that is shown, or a part of one.
+    """A job that is shown, or a nested one: a part of another job.
 
     Args:
         what: What is done, such as "predicting".
         total: How many steps there are; None = not known.
         unit: What a step is, in the plural, such as "images".
-        whole: The job that this is a part of; None = it is a whole one.
+        parent: The job that this is a part of; None = of no other.
     """
 
-    def __init__(self, what: str, total: int | None, unit: str, whole: "_Job | None") -> None:
-        self.what, self.total, self.unit, self.is_part = printable(what), total, unit, whole is not None
-        self.display: Progress | None = _make_display() if whole is None else whole.display
+    def __init__(self, what: str, total: int | None, unit: str, parent: "_Job | None") -> None:
+        self.what, self.total, self.unit, self.is_nested = printable(what), total, unit, parent is not None
+        self.display: Progress | None = _make_display() if parent is None else parent.display
         self.bar: TaskID | None = None
         # Steps that are done, and how many of them the last line was about.
         self.done, self.reported = 0, 0
         self.started = self.last_line = time.monotonic()
-        if self.display is not None and not self.is_part:
+        if self.display is not None and not self.is_nested:
             self.display.start()
             self.add_bar()
 
@@ -80,7 +80,7 @@ class _Job:
         if self.display is None:
             if now - self.started >= LINE_SECONDS and self.reported != self.done:
                 self.print_line(now)
-        elif self.is_part:
+        elif self.is_nested:
             if self.bar is not None:
                 self.display.remove_task(self.bar)
         else:
@@ -138,7 +138,7 @@ def job_progress(what: str, total: int | None, unit: str, *, disable: bool = Fal
 
 
 @contextmanager
-def part_progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[], None]]:
+def nested_progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[], None]]:
     """Show how far a part of a job is, below the job itself; if no job is shown, nothing. See job_progress."""
     with job_progress(what, total, unit, disable=not _shown) as advance:
         yield advance

@@ -34,7 +34,7 @@ class Row(NamedTuple):
     error: str = ""
 
 
-class Case(NamedTuple):
+class WorstImage(NamedTuple):
     """One of the worst images.
 
     Attributes:
@@ -64,7 +64,7 @@ class ImageRecords:
 
     columns: tuple[str, ...] = ()
     rows: list[Row] = field(default_factory=list)
-    worst: list[Case] = field(default_factory=list)
+    worst: list[WorstImage] = field(default_factory=list)
 
 
 class ImageRecorder:
@@ -81,7 +81,7 @@ class ImageRecorder:
         self.count = count
         self.columns: tuple[str, ...] = ()
         self.rows: list[Row] = []
-        self.worst: list[Case] = []
+        self.worst: list[WorstImage] = []
 
     def add(
         self,
@@ -111,7 +111,7 @@ class ImageRecorder:
         if len(self.worst) == self.count and rank < self.worst[0][:2]:
             return
         pictures = {name: encode_picture(image) for name, image in draw().items()}
-        heapq.heappush(self.worst, Case(*rank, display_name(file), lines, pictures))
+        heapq.heappush(self.worst, WorstImage(*rank, display_name(file), lines, pictures))
         if len(self.worst) > self.count:
             heapq.heappop(self.worst)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..data.batch_plan import BatchPlan
 from .config import TrainConfig
-from .setup import scaled
+from .setup import scale_lr
 
 # Schedules that end at schedule.min_lr.
 FALLING = ("cosine", "poly", "tanh")
@@ -45,7 +45,7 @@ def _precision(config: TrainConfig) -> str:
 
 def _describe_optimizer(config: TrainConfig, total_batch: int, least: float) -> str:
     optimizer = config.optimizer
-    rate = scaled(optimizer.lr, optimizer, total_batch)
+    rate = scale_lr(optimizer.lr, optimizer, total_batch)
     base = optimizer.lr_base_size
     how = f" (optimizer.lr {optimizer.lr:g} × {total_batch} / {base})" if base not in (0, total_batch) else ""
     parts = [
@@ -60,7 +60,7 @@ def _describe_optimizer(config: TrainConfig, total_batch: int, least: float) -> 
 def _describe_schedule(config: TrainConfig, total_batch: int, steps_per_epoch: int) -> str:
     schedule, optimizer = config.schedule, config.optimizer
     unit = steps_per_epoch if schedule.steps is None else 1
-    first, last = (scaled(rate, optimizer, total_batch) for rate in (schedule.warmup_lr, schedule.min_lr))
+    first, last = (scale_lr(rate, optimizer, total_batch) for rate in (schedule.warmup_lr, schedule.min_lr))
     parts = [
         f"{schedule.name} schedule",
         f"warm-up from {first:.3g} in {round(schedule.warmup * unit)} steps" if schedule.warmup else "no warm-up",

@@ -180,7 +180,7 @@ def shard_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return model
 
 
-def scaled(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float:
+def scale_lr(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float:
     """Return a learning rate scaled to the total batch."""
     return rate * total_batch / optimizer.lr_base_size if optimizer.lr_base_size else rate
 
@@ -205,7 +205,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int) 
         return create_optimizer_v2(
             model,
             opt=config.name,
-            lr=scaled(config.lr, config, total_batch),
+            lr=scale_lr(config.lr, config, total_batch),
             weight_decay=config.weight_decay,
             momentum=config.momentum,
             layer_decay=config.layer_decay,
@@ -232,8 +232,8 @@ def make_scheduler(
         decay_epochs=schedule.milestones[0] if schedule.milestones else length,
         decay_milestones=schedule.milestones,
         decay_rate=schedule.decay_rate,
-        min_lr=scaled(schedule.min_lr, rates, total_batch),
-        warmup_lr=scaled(schedule.warmup_lr, rates, total_batch),
+        min_lr=scale_lr(schedule.min_lr, rates, total_batch),
+        warmup_lr=scale_lr(schedule.warmup_lr, rates, total_batch),
         step_on_epochs=False,
         updates_per_epoch=unit,
     )

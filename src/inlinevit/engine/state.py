@@ -43,17 +43,17 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     Processes with different numbers of images would otherwise wait for each other forever. Every process must enter and
     leave this context. For a model that is not sharded, it does nothing.
     """
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     try:
-        for part in parts:
-            part.set_reshard_after_forward(False, recurse=False)
-            part.unshard()
+        for module in sharded:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
         yield
     finally:
-        for number, part in enumerate(parts):
-            part.reshard()
+        for number, module in enumerate(sharded):
+            module.reshard()
             # The first is the model itself, whose parameters are needed again at once in the backward pass.
-            part.set_reshard_after_forward(number > 0, recurse=False)
+            module.set_reshard_after_forward(number > 0, recurse=False)
 
 
 def get_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -32,8 +32,17 @@ from .runs import Run, open_run, task_of
 class Task(ABC):
     """A task: dataset, model, loss and metrics.
 
+    It has two roles. An instance is one training run, whose data it opens: `Trainer(task, config).run()` asks it for
+    model, batches, loss and evaluator. The class itself, without an instance, is what `eval` and `predict` need: its
+    class methods find a run, open the data to evaluate on, and load a Predictor.
+
+        config = ClassificationConfig(…)
+        Trainer(Classification(config), config).run()
+        predictor = Classification.load_predictor("runs/first", ClassificationPredictOptions())
+
     Args:
-        config: The run; its `data` has batch_size and workers.
+        config: The run; its `data` has batch_size and workers. A task may change it: what the config leaves open is
+            replaced by what the training data say, so that the stored config is complete.
     """
 
     # Arguments of the class statement: class MyTask(Task, config=…, command=…, metric=…).

@@ -44,7 +44,8 @@ class Trainer:
 
     Args:
         task: Model, data, loss and evaluation.
-        config: How to train.
+        config: How to train. It is stored in the run folder, with `run.attention_modules` set to the modules of
+            other packages that registered attentions of the model.
     """
 
     def __init__(self, task: Task, config: TrainConfig) -> None:

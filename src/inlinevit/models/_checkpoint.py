@@ -39,36 +39,36 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, new_head: bool = True
         FileNotFoundError: There is no such file.
         ValueError: The file is not a checkpoint, is not safe, or belongs to another model; the model is not changed.
     """
-    backbone = backbone_of(model)
-    state_dict = _adapt_channels(adapt_state_dict(read_state_dict(path), backbone), backbone)
-    left_out = _left_out(state_dict, backbone, path, new_head)
+    inner = unwrap_model(model)
+    state_dict = _adapt_channels(adapt_state_dict(read_state_dict(path), inner), inner)
+    left_out = _left_out(state_dict, inner, path, new_head)
     loaded = {name: value for name, value in state_dict.items() if name not in left_out}
-    own = {name: value for name, value in backbone.state_dict().items() if name not in left_out}
+    own = {name: value for name, value in inner.state_dict().items() if name not in left_out}
     problem = _mismatch(loaded, own)
     if problem:
         raise ValueError(
-            f"{path} does not hold the weights of this model ({type(backbone).__name__}): {problem}. "
+            f"{path} does not hold the weights of this model ({type(inner).__name__}): {problem}. "
             "Choose the model that the file was made for."
         )
-    if left_out and backbone.num_classes > 0:
+    if left_out and inner.num_classes > 0:
         warnings.warn(
-            f"{path} is for {state_dict['head.weight'].shape[0]} classes and the model has {backbone.num_classes}: the "
+            f"{path} is for {state_dict['head.weight'].shape[0]} classes and the model has {inner.num_classes}: the "
             "head is not loaded, so it starts from random weights",
             stacklevel=2,
         )
     # Not strict, because a head that is left out is missing.
-    backbone.load_state_dict(loaded, strict=False)
+    inner.load_state_dict(loaded, strict=False)
 
 
-def backbone_of(model: nn.Module) -> Any:
-    """The model itself, out of its wrappers."""
+def unwrap_model(model: nn.Module) -> Any:
+    """Return the model itself, out of its wrappers."""
     # On the class: a compiled model answers for the one within, but its parameters have other names.
     if hasattr(type(model), "published_names"):
         return model
     inner = next((child for name, child in model.named_children() if name in WRAPPERS), None)
     if inner is None:
         raise ValueError(f"load_checkpoint takes the models of this library, not {type(model).__name__}")
-    return backbone_of(inner)
+    return unwrap_model(inner)
 
 
 def _adapt_channels(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

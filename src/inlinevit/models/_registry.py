@@ -5,11 +5,11 @@ from typing import Any, TypeVar
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, resolve_pretrained_cfg
 
-from ._backbone import Backbone
 from ._checkpoint import adapt_state_dict
+from ._inline_vit import InLineViT
 from ._pretrained import downloading
 
-BackboneT = TypeVar("BackboneT", bound=Backbone)
+ModelT = TypeVar("ModelT", bound=InLineViT)
 
 
 def default_cfg(name: str = "", file_id: str = "", size: int = 224, **overrides: Any) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def default_cfg(name: str = "", file_id: str = "", size: int = 224, **overrides:
 
 
 def create(
-    model_class: type[BackboneT], variant: str, pretrained: bool, defaults: dict[str, Any], given: dict[str, Any]
-) -> BackboneT:
+    model_class: type[ModelT], variant: str, pretrained: bool, defaults: dict[str, Any], given: dict[str, Any]
+) -> ModelT:
     """Build a variant for timm's registry, with published weights on request.
 
     Args:

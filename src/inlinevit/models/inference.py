@@ -13,7 +13,7 @@ from ..layers import BaseAttention, Block, ResamplePosEmbed
 from ..layers._cached_pos_embed import CachedResamplePosEmbed
 from ..layers._chunks import has_hooks, records_graph
 from ..layers.layouts import merge_heads
-from ._backbone import Backbone, as_image
+from ._inline_vit import InLineViT, as_image
 
 # Up to this many pixels per call, compiling the model as a whole is fastest; beyond, compiled branches in chunks are.
 FEW_PIXELS = 2**19
@@ -46,7 +46,7 @@ def optimize_for_inference(model: nn.Module, *, compile: bool = True) -> nn.Modu
             CachedResamplePosEmbed.replace(module)
         elif type(module) in (Block, InferenceBlock):
             InferenceBlock.replace(cast(Block, module), compile_branches=compile)
-        elif isinstance(module, Backbone) and "forward" not in vars(module):
+        elif isinstance(module, InLineViT) and "forward" not in vars(module):
             set_forward(module, ClassTokenForward(module).forward)
     if compile:
         set_forward(model, CompiledForward(model).forward)
@@ -125,7 +125,7 @@ def attend_prefix(block: Block, x: Tensor, feat_size: tuple[int, int]) -> Tensor
 
 
 class ClassTokenForward:
-    """The forward of a Backbone; with global_pool="token", its last block computes the class token alone.
+    """The forward of a InLineViT; with global_pool="token", its last block computes the class token alone.
 
     A copy of the model has a copy of this object.
 
@@ -133,7 +133,7 @@ class ClassTokenForward:
         model: The model.
     """
 
-    def __init__(self, model: Backbone) -> None:
+    def __init__(self, model: InLineViT) -> None:
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:

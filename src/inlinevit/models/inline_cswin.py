@@ -9,13 +9,13 @@ from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, CrossStripes, SoftmaxAttention, WholeMap
 from ._arguments import checked
-from ._backbone import Backbone, check_stages, grid_of, grid_options
+from ._inline_vit import InLineViT, check_stages, grid_of, grid_options
 from ._registry import create, default_cfg
 
 __all__ = ["InLineCSWin"]
 
 
-class InLineCSWin(Backbone):
+class InLineCSWin(InLineViT):
     """CSWin transformer with InLine attention, softmax attention, or a mix by stage.
 
     Args:
@@ -27,8 +27,7 @@ class InLineCSWin(Backbone):
         window_size: Width of the stripes of attention other than softmax; None = the whole map.
         split_sizes: Width of the softmax stripes of each stage; by default 1, 2, and the last stage's map at img_size
             (at least 7) twice. The last stage attends to its whole map.
-        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
-            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
+        **kwargs: What all families have: see InLineViT.
     """
 
     published_names = (

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ..layers import BaseAttention, ConvEmbed, ResamplePosEmbed, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import (
+from ._inline_vit import (
     LOCAL_RESIDUAL_NAMES,
-    Backbone,
+    InLineViT,
     StageAttention,
     grid_of,
     grid_options,
@@ -21,7 +21,7 @@ from ._registry import create, default_cfg
 __all__ = ["InLineDeiT"]
 
 
-class InLineDeiT(Backbone):
+class InLineDeiT(InLineViT):
     """DeiT with InLine attention.
 
     Args:
@@ -35,8 +35,7 @@ class InLineDeiT(Backbone):
         attention: One name for all blocks, or names for the first blocks, the last of which is repeated.
         window_size: Size of the windows of attention other than softmax; None = the whole map.
         class_token: Whether there is a class token; windows need a model without one.
-        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
-            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
+        **kwargs: What all families have: see InLineViT.
     """
 
     published_names = (
@@ -97,14 +96,14 @@ class InLineDeiT(Backbone):
         ]
 
     def forward_levels(self, x: Tensor, take: list[int], last: int | None, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """See Backbone.forward_levels; the levels are blocks."""
+        """See InLineViT.forward_levels; the levels are blocks."""
         x, feat_size, taken = self.stage_list()[0].forward_tokens(x, take, last)
         taken = [self.norm(level) for level in taken] if norm else taken
         maps = [tokens_to_map(level, feat_size, self.num_prefix_tokens) for level in taken]
         return self.normalize(x if self.num_prefix_tokens > 0 else tokens_to_map(x, feat_size, 0)), maps
 
     def keep_levels(self, count: int) -> None:
-        """See Backbone.keep_levels; the levels are blocks."""
+        """See InLineViT.keep_levels; the levels are blocks."""
         stage = self.stage_list()[0]
         stage.blocks = stage.blocks[:count]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, ResamplePosEmbed, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, grid_options, square_windows
+from ._inline_vit import LOCAL_RESIDUAL_NAMES, InLineViT, check_stages, grid_of, grid_options, square_windows
 from ._registry import create, default_cfg
 
 __all__ = ["InLinePVT"]
@@ -17,7 +17,7 @@ __all__ = ["InLinePVT"]
 SOFTMAX_REDUCTIONS = (8, 4, 2, 1)
 
 
-class InLinePVT(Backbone):
+class InLinePVT(InLineViT):
     """Pyramid vision transformer with InLine attention, softmax attention, or a mix by stage.
 
     Args:
@@ -31,8 +31,7 @@ class InLinePVT(Backbone):
         sr_ratios: How much each stage reduces the map of keys and values. By default 8-4-2-1 where attention is
             softmax and 1 elsewhere. The local residual needs the values of all tokens.
         class_token: Whether the last stage has a class token (with a final norm, as in PVT version 1).
-        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
-            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
+        **kwargs: What all families have: see InLineViT.
     """
 
     published_names = (

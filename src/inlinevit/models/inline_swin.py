@@ -8,13 +8,13 @@ from torch import nn
 
 from ..layers import BaseAttention, ConvEmbed, PatchMerging, SoftmaxAttention
 from ._arguments import checked
-from ._backbone import LOCAL_RESIDUAL_NAMES, Backbone, check_stages, grid_of, grid_options, square_windows
+from ._inline_vit import LOCAL_RESIDUAL_NAMES, InLineViT, check_stages, grid_of, grid_options, square_windows
 from ._registry import create, default_cfg
 
 __all__ = ["InLineSwin"]
 
 
-class InLineSwin(Backbone):
+class InLineSwin(InLineViT):
     """Swin transformer with InLine attention, softmax attention, or a mix by stage.
 
     Args:
@@ -26,8 +26,7 @@ class InLineSwin(Backbone):
         window_size: Size of the windows of attention other than softmax; None = the whole map.
         softmax_window_size: Side of the softmax windows. By default max(7, W // 8), W being window_size or, where
             that is the whole map, the first stage's map at img_size.
-        **kwargs: Arguments of Backbone that all families have: in_chans, num_classes, global_pool, qkv_bias, attention,
-            attn_kwargs, drop_rate, proj_drop_rate, drop_path_rate, device, dtype.
+        **kwargs: What all families have: see InLineViT.
     """
 
     published_names = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..layers import AttentionAdapter, BaseAttention, PatchGrid, SoftmaxAttention
 from ..layers.registry import find_attention
 from ..utils.validation import require
-from ._backbone import check_attn_kwargs
+from ._inline_vit import check_attn_kwargs
 
 _logger = logging.getLogger(__name__)
 

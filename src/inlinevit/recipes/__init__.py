@@ -26,7 +26,7 @@ COMPANION_FILES = (("data", "labels"),)
 
 
 @dataclass(frozen=True)
-class RecipePart:
+class RecipeFile:
     """One file of a recipe: itself, its base, the base of that, ….
 
     Attributes:
@@ -91,7 +91,7 @@ def find_base(name: Any, file: Path, task: str) -> Path:
     raise ValueError(f"there is no recipe called {name!r} to be its base: {did_you_mean(name, known) or LIST}")
 
 
-def read_parts(file: Path, task: str) -> list[RecipePart]:
+def read_recipe_files(file: Path, task: str) -> list[RecipeFile]:
     """Read a recipe and its bases, itself first.
 
     Args:
@@ -102,19 +102,19 @@ def read_parts(file: Path, task: str) -> list[RecipePart]:
         OSError: A file cannot be read.
         ValueError: A file is not valid YAML, its base does not exist, or it is its own base.
     """
-    parts: list[RecipePart] = []
+    files: list[RecipeFile] = []
     seen: list[str] = []
     place: Path | None = file
     while place is not None:
         real = os.path.realpath(place)
-        require(real not in seen, f"{place} is its own base: {' → '.join([*(part.file.stem for part in parts), '…'])}")
+        require(real not in seen, f"{place} is its own base: {' → '.join([*(one.file.stem for one in files), '…'])}")
         seen.append(real)
         is_pipe = stat.S_ISFIFO(os.stat(place).st_mode)
         content = parse_yaml(place.read_text(encoding="utf-8")) if is_pipe else read_yaml(place)
         base = content.pop("base", None) if isinstance(content, dict) else None
-        parts.append(RecipePart(place, content if is_pipe else with_companions(content, place.absolute().parent)))
+        files.append(RecipeFile(place, content if is_pipe else with_companions(content, place.absolute().parent)))
         place = None if base is None else find_base(base, place, task)
-    return parts
+    return files
 
 
 def with_companions(content: Any, folder: Path) -> Any:
@@ -126,16 +126,16 @@ def with_companions(content: Any, folder: Path) -> Any:
     return content
 
 
-def merge_parts(parts: Sequence[RecipePart]) -> dict[str, Any]:
+def merge_recipe_files(files: Sequence[RecipeFile]) -> dict[str, Any]:
     """Merge a recipe with its bases; what is nearer to the recipe wins.
 
     Args:
-        parts: The recipe, its base, the base of that, …; each is a dict.
+        files: The recipe, its base, the base of that, …; each is a dict.
     """
     merged: dict[str, Any] = {}
-    for part in reversed(parts):
-        require(isinstance(part.content, dict), f"{part.file} does not hold fields")
-        merged = merge(merged, part.content)
+    for one in reversed(files):
+        require(isinstance(one.content, dict), f"{one.file} does not hold fields")
+        merged = merge(merged, one.content)
     return merged
 
 
@@ -155,4 +155,4 @@ def load_recipe(name: str, task: str) -> dict[str, Any]:
         name: See find_recipe.
         task: One of COMMANDS.
     """
-    return merge_parts(read_parts(find_recipe(name, task), task))
+    return merge_recipe_files(read_recipe_files(find_recipe(name, task), task))

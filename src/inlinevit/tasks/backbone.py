@@ -152,14 +152,14 @@ class PyramidFeatures:
         return [nhwc_to(one, Format.NCHW) for one in chosen] if self.is_channels_last else chosen
 
 
-def checkpoint_backbone(body: nn.Module, enable: bool) -> None:
+def set_backbone_grad_checkpointing(body: nn.Module, enable: bool) -> None:
     """Turn gradient checkpointing of a backbone on or off."""
     # Some of timm's wrappers have no such method; the model inside has.
     able: Any = body if hasattr(body, "set_grad_checkpointing") else body.model
     able.set_grad_checkpointing(enable)
 
 
-def undecayed_weights(body: nn.Module) -> set[str]:
+def backbone_no_weight_decay(body: nn.Module) -> set[str]:
     """Return the names of a backbone's parameters without weight decay."""
     for prefix, module in (("", body), ("model.", getattr(body, "model", None))):
         if hasattr(module, "no_weight_decay"):

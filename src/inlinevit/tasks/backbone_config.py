@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..engine.config import BANDS, MOST_IMAGES, MOST_WORKERS, DataOptions, PixelConfig, TrainConfig
+from ..engine.config import BANDS, MOST_IMAGES, MOST_WORKERS, DataOptions, PixelConfig
 from ..utils.validation import Range, check_fields, require
 
 
@@ -77,8 +77,7 @@ class BackboneConfig:
     checkpoint: str | None = None
     """Start from the weights in a file, of the backbone or of a whole model; their classes may differ."""
     drop_path_rate: float = 0.1
-    """Share of the backbone's residual branches that are left out in training, in the last block; it rises linearly
-    up to there."""
+    """Stochastic depth rate of the last block of the backbone; it rises linearly up to there."""
     in_chans: int = 3
     """Channels of the images: 3 for colour, 1 for grey, or any other number of bands; see data.bands."""
 
@@ -86,9 +85,10 @@ class BackboneConfig:
         check_fields(self, "model", **self.ranges)
 
 
-def refuse_layer_decay(config: TrainConfig) -> None:
-    """Refuse layer-wise learning rates, which need a classifier's layers."""
+def check_dense_config(config: Any) -> None:
+    """Refuse bands that do not fit the model, and layer-wise learning rates, which need a classifier's layers."""
     require(
         config.optimizer.layer_decay is None,
         "optimizer.layer_decay is for plain classifiers: leave it out for this task",
     )
+    config.data.check_channels(config.model.in_chans)

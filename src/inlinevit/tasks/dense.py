@@ -1,4 +1,5 @@
-"""What tasks with masks have in common: transforms of images along with masks, and evaluation one image at a time.
+"""What detection and segmentation have in common: a task with a model on a backbone, transforms of images along with
+masks, and evaluation one image at a time.
 
 All random numbers come from torch's generator, so that a sample drawn again with its seed is the same.
 """
@@ -15,7 +16,11 @@ from torchvision.tv_tensors import Mask, wrap
 
 from ..data.loader import EvalLoader
 from ..engine.evaluator import Evaluator
+from ..engine.task import Task
+from ..models.factory import check_model_name
 from .backbone import MEAN_COLOR
+from .describe import describe_start
+from .pixels import make_pixel_format, resolve_pixels
 
 
 def resize_mask(mask: Tensor, size: list[int]) -> Tensor:
@@ -66,6 +71,29 @@ class PadToSize(v2.Transform):
         """Pad one part of a sample."""
         fill = self.mask_fill if isinstance(inpt, Mask) else self.color
         return v2.functional.pad(inpt, params["padding"], fill=fill)
+
+
+class DenseTask(Task):
+    """A task whose model is built on a backbone; its sources have `open_image` and `pixel_format`."""
+
+    train_source: Any
+    eval_source: Any
+    num_classes: int
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        check_model_name(config.model.backbone)
+
+    def resolve_inputs(self) -> None:
+        """Find range, mean and std in the training images where the config leaves them open, and write them to it."""
+        data, channels, source = self.config.data, self.config.model.in_chans, self.train_source
+        resolve_pixels(data, channels, len(source), source.open_image)
+        source.pixel_format = make_pixel_format(data, channels)
+
+    def describe(self) -> str:
+        model = self.config.model
+        name = f"{model.arch} on {model.backbone} for {self.num_classes} classes"
+        return describe_start(name, self.config, self.train_source, self.eval_source)
 
 
 class SingleImageEvaluator(Evaluator):

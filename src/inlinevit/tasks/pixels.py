@@ -17,7 +17,7 @@ MOST_MEASURED = 32
 DEFAULT_MEAN, DEFAULT_STD = 0.5, 0.25
 
 
-def pixel_format(data: PixelConfig, channels: int) -> PixelFormat:
+def make_pixel_format(data: PixelConfig, channels: int) -> PixelFormat:
     """Return which bands and values of images a model with this number of channels gets."""
     bands = None if data.bands is None else tuple(data.bands)
     pixel_range: Any = tuple(data.range) if isinstance(data.range, list | tuple) else data.range
@@ -42,7 +42,7 @@ def mean_std_of(
     return (DEFAULT_MEAN,) * channels, (0.5 if channels == 1 else DEFAULT_STD,) * channels
 
 
-def settle_pixels(data: PixelConfig, channels: int, count: int, open_one: Callable[[int], AnyImage]) -> None:
+def resolve_pixels(data: PixelConfig, channels: int, count: int, open_one: Callable[[int], AnyImage]) -> None:
     """Replace what a data config leaves open by what training images say, so that the run has it in its config.
 
     "auto" becomes the number of bits in use, if images have 16 bits. Mean and standard deviation of other numbers of
@@ -71,12 +71,12 @@ def settle_pixels(data: PixelConfig, channels: int, count: int, open_one: Callab
                 yield result
 
     if data.range == "auto":
-        found = measured(lambda image: measure_bits(image, pixel_format(data, channels)))
+        found = measured(lambda image: measure_bits(image, make_pixel_format(data, channels)))
         bits = [some for some in found if some is not None]
         if bits:
             data.range = max(bits)
     if channels not in (1, 3) and data.mean is None:
-        decoded = measured(lambda image: decode_image(image, pixel_format(data, channels)))
+        decoded = measured(lambda image: decode_image(image, make_pixel_format(data, channels)))
         try:
             data.mean, data.std = measure_bands(decoded)
         except ZeroDivisionError as error:

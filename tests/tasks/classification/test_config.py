@@ -23,7 +23,7 @@ from inlinevit.engine.runs import open_run
 from inlinevit.tasks.classification.config import (
     AugmentConfig,
     ClassificationConfig,
-    DataConfig,
+    ClassificationDataConfig,
     DistillationConfig,
     ModelConfig,
 )
@@ -32,7 +32,7 @@ from inlinevit.tasks.multilabel.config import MultilabelConfig
 from inlinevit.tasks.segmentation.config import SegmentationConfig
 
 SECTIONS: dict[str, Callable[..., Any]] = {
-    "data": DataConfig,
+    "data": ClassificationDataConfig,
     "augment": AugmentConfig,
     "model": ModelConfig,
     "distillation": DistillationConfig,
@@ -156,13 +156,13 @@ def test_every_number_has_bounds() -> None:
 @pytest.mark.parametrize("augment", [AugmentConfig(), AugmentConfig(mixup=0), AugmentConfig(cutmix=0)])
 def test_mixup_wants_pairs(augment: AugmentConfig) -> None:
     with pytest.raises(ValueError, match=r"data\.batch_size is 3, but mixup pairs"):
-        ClassificationConfig(data=DataConfig(batch_size=3), augment=augment)
+        ClassificationConfig(data=ClassificationDataConfig(batch_size=3), augment=augment)
 
 
 def test_without_mixup_any_batch_will_do() -> None:
     augment = AugmentConfig(mixup=0, cutmix=0)
     assert not augment.mixes
-    ClassificationConfig(data=DataConfig(batch_size=3), augment=augment)
+    ClassificationConfig(data=ClassificationDataConfig(batch_size=3), augment=augment)
 
 
 def test_sharded_weights_are_not_averaged() -> None:
@@ -181,7 +181,7 @@ def test_defaults_are_those_of_the_command_line() -> None:
 
 
 FULL = ClassificationConfig(
-    data=DataConfig(path="images", eval_path="others", batch_size=6, max_train_samples=100),
+    data=ClassificationDataConfig(path="images", eval_path="others", batch_size=6, max_train_samples=100),
     augment=AugmentConfig(scale=None, ratio=(0.5, 2.0), auto_augment=None, random_erasing_mode="const", mixup=1e-3),
     model=ModelConfig(
         name="inline_pvt_tiny", in_chans=1, kwargs={"attention": ["inline", "softmax"], "drop_rate": 0.1}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inlinevit.data.batch_plan import BatchPlan
 from inlinevit.data.loader import TrainLoader
-from inlinevit.tasks.classification.config import AugmentConfig, DataConfig
+from inlinevit.tasks.classification.config import AugmentConfig, ClassificationDataConfig
 from inlinevit.tasks.classification.dataset import (
     NO_LABEL,
     LabelledImages,
@@ -53,29 +53,29 @@ def make_data(folder: Path, kind: str, replaced: dict[int, bytes] | None = None)
                 for number in range(shard, IMAGES, 3):
                     add(archive, f"{number}.jpg", contents[number])
                     add(archive, f"{number}.cls", str(number % 5).encode())
-        return open_source(DataConfig(path=f"wds/{folder}"), training=True)
+        return open_source(ClassificationDataConfig(path=f"wds/{folder}"), training=True)
     for number, content in contents.items():
         file = folder / str(number % 5) / f"{number}.jpg"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(content)
     # With data for evaluation, nothing is held out.
-    return open_source(DataConfig(path=str(folder), eval_path=str(folder)), training=True)
+    return open_source(ClassificationDataConfig(path=str(folder), eval_path=str(folder)), training=True)
 
 
 def training(source: ImageSource | ShardSource, workers: int = 0, repeats: int = 1, **options: Any) -> TrainLoader:
     processes = {"process": options.pop("process", 0), "processes": options.pop("processes", 1)}
-    config = DataConfig(**{"batch_size": 4, "workers": workers, **options})
+    config = ClassificationDataConfig(**{"batch_size": 4, "workers": workers, **options})
     transform = training_transform(AUGMENT, SPEC)
     plan = BatchPlan.initial(config.batch_size, workers=workers, **processes)
-    return make_train_loader(source, transform, SPEC.mode, 5, config, repeats, 11, plan)
+    return make_train_loader(source, transform, SPEC.pixel_format, 5, config, repeats, 11, plan)
 
 
 def evaluation(
     source: ImageSource | ShardSource, process: int = 0, processes: int = 1, classes: int = 5, workers: int = 0
 ) -> list[Batch]:
-    config = DataConfig(batch_size=4, workers=workers)
+    config = ClassificationDataConfig(batch_size=4, workers=workers)
     transform = evaluation_transform(SPEC)
-    return list(make_eval_loader(source, transform, SPEC.mode, classes, config, process, processes))
+    return list(make_eval_loader(source, transform, SPEC.pixel_format, classes, config, process, processes))
 
 
 def damaged(kind: str) -> bytes:
@@ -216,7 +216,9 @@ def test_some_of_the_images(tmp_path: Path) -> None:
         assert len(training(source, max_train_samples=13)) == 3
         assert len(training(source, max_train_samples=1000)) == 6
     # Images are sorted by class, and each class keeps its proportion.
-    data = training(open_source(DataConfig(path=str(tmp_path / "folder")), training=True), max_train_samples=20)
+    data = training(
+        open_source(ClassificationDataConfig(path=str(tmp_path / "folder")), training=True), max_train_samples=20
+    )
     labels = torch.cat([batch[1] for batch in data.batches(0, 0)])
     assert labels.bincount().tolist() == [5, 4, 4, 4, 3]
 
@@ -224,7 +226,7 @@ def test_some_of_the_images(tmp_path: Path) -> None:
 def test_the_next_image_takes_the_place_of_one_that_cannot_be_used() -> None:
     images = np.zeros((4, 6, 6), np.uint8)
     source = ArraySource(images, np.array([0, 9, 9, 1], np.uint8), ["a", "b"], "test")
-    samples = LabelledImages(source, evaluation_transform(SPEC), "RGB", 2, tries=3)
+    samples = LabelledImages(source, evaluation_transform(SPEC), SPEC.pixel_format, 2, tries=3)
     _, label, problems = samples[1]
     assert label == 1
     assert [problem.split(" cannot")[0] for problem in problems] == ["image 1 of test", "image 2 of test"]

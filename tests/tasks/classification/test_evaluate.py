@@ -27,9 +27,9 @@ from inlinevit.engine.evaluator import eval_command as evaluate_task
 from inlinevit.engine.evaluator import evaluate_model
 from inlinevit.tasks.classification.config import (
     ClassificationConfig,
+    ClassificationDataConfig,
     ClassificationDataOptions,
     ClassificationEvalOptions,
-    DataConfig,
     ModelConfig,
 )
 from inlinevit.tasks.classification.metrics import ClassificationEvaluation, ClassificationEvaluator
@@ -37,7 +37,6 @@ from inlinevit.tasks.classification.predictor import (
     ClassificationPredictor,
     find_classification_run,
     imagenet_classes,
-    match_classes,
 )
 from inlinevit.tasks.classification.task import Classification
 from inlinevit.tasks.classification.transforms import InputSpec
@@ -76,7 +75,7 @@ class Table(nn.Module):
 
 
 def run(logits: Tensor, labels: list[int], **options: object) -> ClassificationEvaluation:
-    config = DataConfig(batch_size=3, workers=0, max_unreadable=len(labels))
+    config = ClassificationDataConfig(batch_size=3, workers=0, max_unreadable=len(labels))
     evaluator = ClassificationEvaluator(Numbers(labels, **options), SPEC, config, logits.shape[1])
     return evaluate_model(Table(logits), evaluator, Accelerator(cpu=True))
 
@@ -85,9 +84,9 @@ def eval_command(model: str, data: ClassificationDataOptions, **options: Any) ->
     evaluate_task(Classification, model, ClassificationEvalOptions(data=data, **options))
 
 
-def evaluation_data(model: str, options: ClassificationDataOptions) -> DataConfig:
+def evaluation_data(model: str, options: ClassificationDataOptions) -> ClassificationDataConfig:
     run = find_classification_run(model)
-    return options.applied_to(None if run is None else run.config.data, DataConfig())
+    return options.applied_to(None if run is None else run.config.data, ClassificationDataConfig())
 
 
 def expected_calibration(logits: Tensor, labels: Tensor) -> float:
@@ -162,13 +161,13 @@ def test_images_that_cannot_be_used_are_not_counted() -> None:
 
 
 def test_stops_at_the_first_bad_image_if_none_are_allowed() -> None:
-    source, config = Numbers([0, 1], broken=(1,)), DataConfig(workers=0)
+    source, config = Numbers([0, 1], broken=(1,)), ClassificationDataConfig(workers=0)
     with pytest.raises(ValueError, match="image 1 cannot be used"):
         evaluate_model(Table(torch.eye(2)), ClassificationEvaluator(source, SPEC, config, 2), Accelerator(cpu=True))
 
 
 def test_labels_are_translated() -> None:
-    source, config = Numbers([0, 1, 1]), DataConfig(workers=0)
+    source, config = Numbers([0, 1, 1]), ClassificationDataConfig(workers=0)
     evaluator = ClassificationEvaluator(source, SPEC, config, 9, labels=[7, 3])
     outcome = evaluate_model(Table(torch.eye(9)[[7, 3, 4]]), evaluator, Accelerator(cpu=True))
     assert outcome.confusion[7, 7] == outcome.confusion[3, 3] == outcome.confusion[3, 4] == 1
@@ -182,7 +181,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from inlinevit.tasks.classification.config import DataConfig
+from inlinevit.tasks.classification.config import ClassificationDataConfig
 from inlinevit.engine.evaluator import evaluate_model
 from inlinevit.tasks.classification.metrics import ClassificationEvaluator
 
@@ -211,7 +210,7 @@ for images in (25, 1):
             assert type(model).__name__ == "DistributedDataParallel"
         if kind == "sharded":
             fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
-        config = DataConfig(batch_size=3, workers=0)
+        config = ClassificationDataConfig(batch_size=3, workers=0)
         outcome = evaluate_model(model, ClassificationEvaluator(Numbers(labels[:images]), SPEC, config, 7), accelerator)
         outcomes.append([images, kind, outcome.confusion.tolist(), outcome.numbers()])
 with open(sys.argv[1] + str(accelerator.process_index), "w") as stream:
@@ -244,27 +243,27 @@ def classifier(num_classes: int, classes: list[str] | None) -> ClassificationPre
 
 
 def test_classes_are_matched_by_name() -> None:
-    assert match_classes(["dog", "cat"], classifier(3, ["bird", "cat", "dog"])) == [2, 1]
-    assert match_classes(None, classifier(3, ["bird", "cat", "dog"])) is None
+    assert classifier(3, ["bird", "cat", "dog"]).match_classes(["dog", "cat"]) == [2, 1]
+    assert classifier(3, ["bird", "cat", "dog"]).match_classes(None) is None
     with pytest.raises(ValueError, match=r"does not know 1 of the 2 classes of the images \(cow\)"):
-        match_classes(["cow", "cat"], classifier(3, ["bird", "cat", "dog"]))
+        classifier(3, ["bird", "cat", "dog"]).match_classes(["cow", "cat"])
     with pytest.raises(ValueError, match="does not know 2 of the 2"):
-        match_classes(["a", "b"], classifier(3, None))
+        classifier(3, None).match_classes(["a", "b"])
 
 
 def test_imagenet_is_matched_by_wordnet_ids_and_by_words() -> None:
     imagenet = classifier(1000, imagenet_classes(1000))
-    assert match_classes(["n01443537", "n15075141"], imagenet) == [1, 999]
-    assert match_classes(["tench, Tinca tinca", "bolete"], imagenet) == [0, 997]
+    assert imagenet.match_classes(["n01443537", "n15075141"]) == [1, 999]
+    assert imagenet.match_classes(["tench, Tinca tinca", "bolete"]) == [0, 997]
 
 
 def test_as_many_classes_under_other_names_are_matched_in_order() -> None:
-    assert match_classes(["0", "1"], classifier(2, None)) == [0, 1]
+    assert classifier(2, None).match_classes(["0", "1"]) == [0, 1]
     with pytest.warns(UserWarning, match="matched by their order"):
-        assert match_classes(["x", "y"], classifier(2, ["cat", "dog"])) == [0, 1]
+        assert classifier(2, ["cat", "dog"]).match_classes(["x", "y"]) == [0, 1]
     # One known name among unknown ones: most likely another data set.
     with pytest.raises(ValueError, match="does not know 1 of the 2"):
-        match_classes(["cat", "y"], classifier(2, ["cat", "dog"]))
+        classifier(2, ["cat", "dog"]).match_classes(["cat", "y"])
 
 
 def image_folder(path: Path, classes: list[str], images: int = 2) -> Path:
@@ -367,7 +366,9 @@ def test_float16_needs_a_gpu(run_folder: str) -> None:
     AcceleratorState._reset_state()
 
 
-RUN_DATA = DataConfig(path="torch/cifar10", root="downloads", eval_split="test", batch_size=8, max_unreadable=3)
+RUN_DATA = ClassificationDataConfig(
+    path="torch/cifar10", root="downloads", eval_split="test", batch_size=8, max_unreadable=3
+)
 
 
 @pytest.mark.parametrize(
@@ -379,17 +380,17 @@ RUN_DATA = DataConfig(path="torch/cifar10", root="downloads", eval_split="test",
         ({"batch_size": 128, "workers": 2}, replace(RUN_DATA, batch_size=128, workers=2)),
         ({"max_unreadable": 0}, replace(RUN_DATA, max_unreadable=0)),
         # Other data, for which the root and the split of the run mean nothing.
-        ({"path": "embedded"}, DataConfig(path="embedded")),
-        ({"eval_path": "embedded"}, DataConfig(path="embedded")),
+        ({"path": "embedded"}, ClassificationDataConfig(path="embedded")),
+        ({"eval_path": "embedded"}, ClassificationDataConfig(path="embedded")),
         (
             {"path": "torch/mnist", "root": "there", "eval_split": "test"},
-            DataConfig(path="torch/mnist", root="there", eval_split="test"),
+            ClassificationDataConfig(path="torch/mnist", root="there", eval_split="test"),
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_what_is_said_counts_even_if_it_is_the_default(
-    said: dict[str, object], expected: DataConfig, tmp_path: Path
+    said: dict[str, object], expected: ClassificationDataConfig, tmp_path: Path
 ) -> None:
     config = to_plain(ClassificationConfig(data=RUN_DATA))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -399,7 +400,7 @@ def test_what_is_said_counts_even_if_it_is_the_default(
     assert evaluation_data(str(tmp_path), ClassificationDataOptions(**said)) == expected
     # Without a run, the defaults are those of training.
     named = evaluation_data("test_vit", ClassificationDataOptions(path="images"))
-    assert named == DataConfig(path="images", eval_path="images")
+    assert named == ClassificationDataConfig(path="images", eval_path="images")
 
 
 def test_options_without_effect_are_refused(run_folder: str) -> None:

@@ -137,7 +137,7 @@ def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
 def test_opening_by_name_finds_classes_and_channels_in_the_file(tmp_path: Path) -> None:
     there = timm.create_model("inline_deit_tiny", num_classes=10, in_chans=1, img_size=32)
     opened = load_classifier("inline_deit_tiny", checkpoint=save(there, tmp_path / "w.safetensors"), img_size=32)
-    assert (opened.num_classes, opened.label_names, opened.spec.mode.channels, opened.spec.size) == (10, None, 1, 32)
+    assert (opened.num_classes, opened.label_names, opened.pixel_format.channels, opened.spec.size) == (10, None, 1, 32)
     assert opened.classes[3] == "3"
     assert not opened.model.training
     images = torch.randn(2, 1, 32, 32)

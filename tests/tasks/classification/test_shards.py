@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from inlinevit.tasks.classification.config import DataConfig
+from inlinevit.tasks.classification.config import ClassificationDataConfig
 from inlinevit.tasks.classification.shards import ShardImages, ShardSource
 from inlinevit.tasks.classification.sources import open_source
 
@@ -42,7 +42,7 @@ def samples(labels: list[int], ending: str = "jpg") -> list[tuple[str, bytes]]:
 
 
 def shards(path: Path | str, training: bool = True, **options: Any) -> ShardSource:
-    source = open_source(DataConfig(path=f"wds/{path}", **options), training=training)
+    source = open_source(ClassificationDataConfig(path=f"wds/{path}", **options), training=training)
     assert isinstance(source, ShardSource)
     assert source.classes is None
     return source

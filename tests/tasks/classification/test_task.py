@@ -18,7 +18,7 @@ from inlinevit.engine.trainer import Trainer
 from inlinevit.tasks.classification.config import (
     AugmentConfig,
     ClassificationConfig,
-    DataConfig,
+    ClassificationDataConfig,
     DistillationConfig,
     ModelConfig,
 )
@@ -110,7 +110,9 @@ def test_a_teacher_of_other_classes_is_refused(teacher_file: str) -> None:
 
 def task(**changes: object) -> Classification:
     model = ModelConfig(img_size=28, in_chans=1, kwargs={"patch_size": 14, "embed_dim": 32, "depth": 1, "num_heads": 2})
-    return Classification(ClassificationConfig(data=DataConfig(batch_size=4, workers=0), model=model, **changes))
+    return Classification(
+        ClassificationConfig(data=ClassificationDataConfig(batch_size=4, workers=0), model=model, **changes)
+    )
 
 
 def test_the_loss_is_cross_entropy_with_smoothed_labels() -> None:

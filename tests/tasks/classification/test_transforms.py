@@ -20,13 +20,13 @@ def test_what_a_model_was_made_for_is_what_it_sees():
     swin = input_spec(ModelConfig(name="inline_swin_base_384"))
     assert (swin.size, swin.crop_pct, swin.crop_mode, swin.interpolation) == (384, 1.0, "squash", "bicubic")
     deit = input_spec(ModelConfig(name="inline_deit_tiny"))
-    assert (deit.size, deit.crop_pct, deit.mode.channels) == (224, 0.875, 3)
+    assert (deit.size, deit.crop_pct, deit.pixel_format.channels) == (224, 0.875, 3)
     assert input_spec(ModelConfig(name="vit_base_patch16_224")).mean == (0.5, 0.5, 0.5)
 
 
 def test_the_configuration_comes_first():
     spec = input_spec(ModelConfig(name="inline_deit_tiny", img_size=28, in_chans=1, crop_pct=0.5))
-    assert (spec.size, spec.mode.channels, spec.mean, spec.std, spec.crop_pct) == (28, 1, (0.5,), (0.5,), 0.5)
+    assert (spec.size, spec.pixel_format.channels, spec.mean, spec.std, spec.crop_pct) == (28, 1, (0.5,), (0.5,), 0.5)
 
 
 @pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_swin_base_384", "resnet18"])

@@ -23,8 +23,8 @@ from inlinevit.tasks.detection.metrics import (
     coco_metrics,
     count_matches,
     detect,
-    only,
     read_results,
+    results_of,
     to_results,
 )
 
@@ -155,7 +155,7 @@ def test_numbers_are_those_of_pycocotools(
     results = imperfect_results(truth)
     files = {"box": tmp_path / "boxes.json", "mask": tmp_path / "masks.json"}
     for part, file in files.items():
-        file.write_text(json.dumps(only(part, results)))
+        file.write_text(json.dumps(results_of(part, results)))
     outcome = coco_metrics(truth, results)
     assert capsys.readouterr().out == ""
     for part, iou_type in (("box", "bbox"), ("mask", "segm")):
@@ -227,7 +227,7 @@ def test_nothing_to_find(truth: dict[str, Any]) -> None:
 
 
 def test_boxes_alone(truth: dict[str, Any]) -> None:
-    outcome = coco_metrics(truth, only("box", perfect_results(truth)))
+    outcome = coco_metrics(truth, results_of("box", perfect_results(truth)))
     assert {row["mask_AP"] for row in outcome.per_class()} == {None}
     assert set(outcome.numbers()) == {f"box_{name}" for name in NUMBERS}
 

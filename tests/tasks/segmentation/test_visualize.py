@@ -10,7 +10,7 @@ from inlinevit.tasks.segmentation.visualize import (
     class_shares,
     draw_labels,
     draw_legend,
-    percent,
+    whole_percent,
 )
 
 RED, GREEN, BLUE = (
@@ -87,4 +87,4 @@ def test_shares_of_classes() -> None:
 
 
 def test_shares_in_words() -> None:
-    assert [percent(share) for share in (1.0, 0.256, 0.006, 0.0049)] == ["100 %", "26 %", "1 %", "< 1 %"]
+    assert [whole_percent(share) for share in (1.0, 0.256, 0.006, 0.0049)] == ["100 %", "26 %", "1 %", "< 1 %"]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
-from ...analysis.analyze import Effort, Subject, analyze
+from ...analysis.analyze import AnalysisSettings, Subject, analyze
 from ...analysis.sections import analysis_sections
 from ...benchmark.timing import interleave
 from ...benchmark.train_loop import bare_step, first_batch
@@ -36,7 +36,7 @@ TIMED_ROUNDS = 25
 STATE_FILE = "demo.json"
 FIGURES = "figures"
 # Images of the analysis.
-EFFORT = Effort(images=200, confusion_images=50, batch_size=50)
+ANALYSIS_SETTINGS = AnalysisSettings(images=200, confusion_images=50, batch_size=50)
 
 
 def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: Console) -> Path:
@@ -80,7 +80,7 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
             step_seconds=seconds[attention],
         )
         subject = Subject(STYLES[attention].name, attention, model, task.spec, task.num_classes)
-        analyses.append(analyze(subject, task.eval_source, EFFORT, console))
+        analyses.append(analyze(subject, task.eval_source, ANALYSIS_SETTINGS, console))
     report = Report(
         "Three kinds of attention, side by side",
         "Vision transformers that differ only in their attention were trained on the same images, in the same order, "

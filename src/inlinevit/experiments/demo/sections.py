@@ -25,7 +25,7 @@ from ...report import (
 )
 from ...tasks.classification.metrics import ClassificationEvaluation
 from ...tasks.classification.sources import ArraySource
-from ...tasks.confusion import most_confused
+from ...tasks.confusion_matrix import most_confused
 
 # Images in a grid.
 SAMPLES = 18

@@ -28,9 +28,9 @@ class ImageSetConfig:
     eval_path: str | None = None
     """The images for evaluation, if they are not beside those for training."""
     train_split: str | None = None
-    """Name of the split to train on."""
+    """Name of the split to train on; null = train."""
     eval_split: str | None = None
-    """Name of the split to evaluate on."""
+    """Name of the split to evaluate on; null = val."""
     batch_size: int = 128
     """Images in a batch of one process."""
     workers: int = 2
@@ -58,7 +58,7 @@ class ImageDataConfig(PixelConfig, ImageSetConfig):
 
 
 @dataclass
-class DataConfig(ImageDataConfig):
+class ClassificationDataConfig(ImageDataConfig):
     """Images in class folders and the like, and how they are read."""
 
     path: str = "embedded"
@@ -213,9 +213,9 @@ class ModelConfig:
     """The model, and the weights that it starts from."""
 
     name: str = "inline_deit_tiny"
-    """Any model of ours or of timm's."""
+    """Any model of this library or of timm."""
     num_classes: int | None = None
-    """null = as many as the data have."""
+    """Number of classes; null = as many as the data have."""
     img_size: int | None = None
     """Side of the images that the model sees; null = what the model was made for."""
     in_chans: int = 3
@@ -248,7 +248,7 @@ class DistillationConfig:
     """Knowledge distillation from a teacher."""
 
     teacher: str | None = None
-    """Any model of ours or of timm's; null = no teacher."""
+    """Any model of this library or of timm; null = no teacher."""
     checkpoint: str | None = None
     """File with the teacher's weights; null = its published ones."""
     kind: Literal["soft", "hard"] = "soft"
@@ -272,7 +272,7 @@ class ClassificationConfig(TrainConfig):
 
     free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.eval_path", "data.root")
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: ClassificationDataConfig = field(default_factory=ClassificationDataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from ...data.batch_plan import BatchPlan
 from ...data.images import decode_image, decompression_bomb_limit, describe_image_error
 from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
-from ...data.pixels import AnyImage, PixelFormat, as_format
+from ...data.pixels import AnyImage, PixelFormat
 from ...data.samplers import ShardedSampler
 from .config import ImageDataConfig
 from .shards import ShardImages, ShardSource
@@ -33,7 +33,7 @@ class LabelledImages(Dataset[Sample]):
     Args:
         source: Where the images come from.
         transform: From a PIL image to a tensor.
-        mode: The bands and values that the model needs.
+        pixel_format: The bands and values that the model gets.
         num_targets: Labels must be below this: the number of classes, or of rows in a table of targets.
         tries: How many images to try; 1 = never take another one.
         max_pixels: Images with more pixels cannot be used; None = Pillow's limit.
@@ -43,13 +43,13 @@ class LabelledImages(Dataset[Sample]):
         self,
         source: ImageSource,
         transform: Any,
-        mode: str | PixelFormat,
+        pixel_format: PixelFormat,
         num_targets: int,
         tries: int = 1,
         max_pixels: int | None = None,
     ) -> None:
-        self.source, self.transform, self.mode, self.num_targets = source, transform, as_format(mode), num_targets
-        self.tries, self.max_pixels = tries, max_pixels
+        self.source, self.transform, self.pixel_format = source, transform, pixel_format
+        self.num_targets, self.tries, self.max_pixels = num_targets, tries, max_pixels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -67,14 +67,14 @@ class LabelledImages(Dataset[Sample]):
             return self.transform(image), label, problems
         if self.tries > len(self):
             raise ValueError(f"not one of {len(self)} images in a row can be used, and {problems[0]}: check the data")
-        return self.transform(self.mode.blank()), NO_LABEL, problems
+        return self.transform(self.pixel_format.blank()), NO_LABEL, problems
 
     def load(self, index: int) -> tuple[AnyImage, int]:
         """Return a decoded image and its label; any error means that the image cannot be used."""
         with decompression_bomb_limit(self.max_pixels):
             opened, label = self.source.read(index)
             with opened:
-                image = decode_image(opened, self.mode)
+                image = decode_image(opened, self.pixel_format)
         if not 0 <= label < self.num_targets:
             raise ValueError(f"its label is {label}, but the model has {self.num_targets} classes")
         return image, label
@@ -160,7 +160,7 @@ def drop_unreadable(
 def make_train_loader(
     source: ImageSource | ShardSource,
     transform: Any,
-    mode: str | PixelFormat,
+    pixel_format: PixelFormat,
     num_targets: int,
     config: ImageDataConfig,
     repeats: int,
@@ -175,9 +175,9 @@ def make_train_loader(
     tries = config.max_unreadable + 1
     chosen = source if config.max_train_samples is None else take_subset(source, config.max_train_samples)
     if isinstance(chosen, ShardSource):
-        stream = LabelledStream(chosen, transform, mode, num_targets, tries, config.max_pixels)
+        stream = LabelledStream(chosen, transform, pixel_format, num_targets, tries, config.max_pixels)
         return StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
-    images = LabelledImages(chosen, transform, mode, num_targets, tries, config.max_pixels)
+    images = LabelledImages(chosen, transform, pixel_format, num_targets, tries, config.max_pixels)
     sampler = ShardedSampler(len(images), plan, seed=seed, repeats=repeats)
     return ShuffledLoader(images, sampler, collate=collate)
 
@@ -185,7 +185,7 @@ def make_train_loader(
 def make_eval_loader(
     source: ImageSource | ShardSource,
     transform: Any,
-    mode: str | PixelFormat,
+    pixel_format: PixelFormat,
     num_targets: int,
     config: ImageDataConfig,
     process: int,
@@ -197,7 +197,7 @@ def make_eval_loader(
     An image that cannot be used is a black one with label NO_LABEL. With `named`, batches have the indices and the
     names of images, too: (indices, (images, labels, problems, names)).
     """
-    arguments = transform, mode, num_targets, 1, config.max_pixels
+    arguments = transform, pixel_format, num_targets, 1, config.max_pixels
     images: LabelledImages | NamedImages | LabelledStream
     if isinstance(source, ShardSource):
         images = LabelledStream(source, *arguments, named=named)

@@ -94,21 +94,21 @@ class ClassificationEvaluation(Evaluation):
         return {"confusion": self.confusion.tolist(), **calibration_details(self.calibration)}
 
     def sections(self) -> list["Section"]:
-        from ..confusion import confusion_section
+        from ..confusion_matrix import confusion_matrix_section
 
-        sections = [confusion_section(self.confusion, self.classes)]
+        sections = [confusion_matrix_section(self.confusion, self.classes)]
         if self.calibration is not None and math.isfinite(self.calibration_error):
             sections += [calibration_section(self.calibration, self.calibration_error / 100, "images", "right")]
         return sections
 
     def save_files(self, folder: Path) -> None:
         # Imported here: matplotlib is slow to import, and training draws nothing.
-        from ..confusion import draw_confusion
+        from ..confusion_matrix import draw_confusion_matrix
 
-        draw_confusion(self.confusion, self.classes, folder / CONFUSION_PNG)
+        draw_confusion_matrix(self.confusion, self.classes, folder / CONFUSION_PNG)
 
 
-class Judgement(NamedTuple):
+class ImageRecord(NamedTuple):
     """What is recorded of an image; see ImageRecorder.add."""
 
     values: dict[str, Any]
@@ -142,7 +142,7 @@ class ImageEvaluator(Evaluator):
         """See Evaluator.loader: images, labels, problems; if they are recorded, with indices and names."""
         transform, named = evaluation_transform(self.spec), self.recorder is not None
         return make_eval_loader(
-            self.source, transform, self.spec.mode, self.num_targets, self.config, process, processes, named
+            self.source, transform, self.spec.pixel_format, self.num_targets, self.config, process, processes, named
         )
 
     def reset(self, device: torch.device) -> None:
@@ -163,12 +163,12 @@ class ImageEvaluator(Evaluator):
         """Record the images of a batch; see drop_unreadable and add for the images that can be used."""
         assert self.recorder is not None
         _, truth, problems, names = batch
-        usable, judgements, unusable = iter(images), self.judge(logits, labels), iter(problems)
+        usable, records, unusable = iter(images), self.make_records(logits, labels), iter(problems)
         for index, name, label in zip(indices, names, truth.tolist(), strict=True):
             if label == NO_LABEL:
                 self.recorder.skip(index, name, next(unusable))
                 continue
-            values, badness, lines = next(judgements)
+            values, badness, lines = next(records)
             draw = partial(self.draw, next(usable))
             self.recorder.add(index, name, values, badness=badness, lines=lines, draw=draw)
 
@@ -178,7 +178,7 @@ class ImageEvaluator(Evaluator):
         return {"": to_picture(image * std + mean)}
 
     @abstractmethod
-    def judge(self, logits: Tensor, labels: Tensor) -> Iterator[Judgement]:
+    def make_records(self, logits: Tensor, labels: Tensor) -> Iterator[ImageRecord]:
         """Yield what to record of each image of a batch; arguments as for add, all on the CPU."""
 
     @abstractmethod
@@ -243,8 +243,8 @@ class ClassificationEvaluator(ImageEvaluator):
         self.calibration.update(logits.softmax(dim=1), labels)
         self.loss.update(F.cross_entropy(logits, labels, reduction="none"))
 
-    def judge(self, logits: Tensor, labels: Tensor) -> Iterator[Judgement]:
-        """See ImageEvaluator.judge; the worst images are those that are wrong with the highest confidence."""
+    def make_records(self, logits: Tensor, labels: Tensor) -> Iterator[ImageRecord]:
+        """See ImageEvaluator.make_records; the worst images are those that are wrong with the highest confidence."""
         probabilities, losses = logits.softmax(dim=1), F.cross_entropy(logits, labels, reduction="none").tolist()
         guesses = logits.argmax(dim=1)
         confidences = probabilities.gather(1, guesses[:, None])[:, 0]
@@ -262,7 +262,7 @@ class ClassificationEvaluator(ImageEvaluator):
             # A confidence that is not a number is the worst.
             badness = math.inf if values["confidence"] is None else values["confidence"]
             lines = (f"{self.classes[guess]} {100 * confidence:.1f} %", f"truth: {self.classes[truth]}")
-            yield Judgement(values | top, None if truth == guess else (badness,), lines)
+            yield ImageRecord(values | top, None if truth == guess else (badness,), lines)
 
     def compute(self, accelerator: Accelerator) -> ClassificationEvaluation:
         confusion = self.confusion.compute().cpu()

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ from ...utils.validation import has_type, require
 from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
 from .metrics import ClassificationEvaluator
 from .model import build_model, channels_of_weights
+from .sources import labels_by_name
 from .transforms import InputSpec, evaluation_transform, input_spec
 
 CLASSES_JSON = "classes.json"
@@ -48,8 +50,8 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
     spec: InputSpec
 
     @property
-    def mode(self) -> PixelFormat:
-        return self.spec.mode
+    def pixel_format(self) -> PixelFormat:
+        return self.spec.pixel_format
 
     @cached_property
     def classes(self) -> list[str]:
@@ -62,13 +64,21 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
     def to_tensor(self) -> Callable[[AnyImage], Tensor]:
         return evaluation_transform(self.spec)
 
-    def logits(self, images: list[AnyImage], device: torch.device) -> Tensor:
-        """Return the logits (images, classes) of images, in float32 and on the CPU."""
+    @abstractmethod
+    def rank(self, logits: Tensor, options: Any) -> list[list[ClassProbability] | None]:
+        """Return the predicted classes of images, from logits (images, classes); None where a value is not finite."""
+
+    def predict_images(
+        self, images: list[AnyImage], options: Any, device: torch.device
+    ) -> list[list[ClassProbability] | None]:
+        """See Predictor.predict_images; classes with their probabilities, the most probable first."""
         to_tensor = self.to_tensor
         inputs = torch.stack([to_tensor(image) for image in images])
-        return self.model(inputs.to(device)).float().cpu()
+        return self.rank(self.model(inputs.to(device)).float().cpu(), options)
 
-    def ranked(self, probabilities: Tensor, top: int, threshold: float = 0.0) -> list[list[ClassProbability] | None]:
+    def top_classes(
+        self, probabilities: Tensor, top: int, threshold: float = 0.0
+    ) -> list[list[ClassProbability] | None]:
         """Return the most probable classes of images, the most probable first; None where a value is not finite.
 
         Args:
@@ -95,21 +105,36 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
         check_batch_memory(self.spec, batch_size)
 
 
-@dataclass
 class ClassificationPredictor(ImagePredictor):
-    """A classifier that is ready to use."""
+    """A classifier that is ready to use; it returns the most probable classes of images."""
 
     options_class = ClassificationPredictOptions
 
-    def predict_images(
-        self, images: list[AnyImage], options: ClassificationPredictOptions, device: torch.device
-    ) -> list[list[ClassProbability] | None]:
-        """See Predictor.predict_images; the most probable classes, the most probable first."""
-        return self.ranked(self.logits(images, device).softmax(dim=1), options.top)
+    def rank(self, logits: Tensor, options: ClassificationPredictOptions) -> list[list[ClassProbability] | None]:
+        return self.top_classes(logits.softmax(dim=1), options.top)
+
+    def match_classes(self, classes: Sequence[str] | None) -> list[int] | None:
+        """Return the model's label for each class of some images, which are matched by name.
+
+        If it knows none of the names and there are as many as it has classes, the order decides.
+
+        Args:
+            classes: Names of the images' classes; None = not known, so the labels are used as they are.
+        """
+        known = {*self.classes, *(self.label_names or ())}
+        if classes is not None and len(classes) == self.num_classes and known.isdisjoint(classes):
+            if self.label_names is not None:
+                warnings.warn(
+                    f"the model knows other names than {shorten_list(classes)}: classes are matched by their order",
+                    stacklevel=2,
+                )
+            return list(range(len(classes)))
+        remedy = f"name images of its {self.num_classes} classes with --data.path or --data.eval_path, or another model"
+        return labels_by_name(classes, self.classes, self.label_names, remedy=remedy)
 
     def make_evaluator(self, data: EvalData, options: Any) -> ClassificationEvaluator:
         """See Predictor.make_evaluator; the classes of the images are matched by name."""
-        labels = match_classes(data.source.classes, self)
+        labels = self.match_classes(data.source.classes)
         spec = self.spec.with_pixels(data.config)
         return ClassificationEvaluator(
             data.source, spec, data.config, self.num_classes, labels=labels, classes=self.classes
@@ -120,35 +145,6 @@ def check_batch_memory(spec: InputSpec, batch_size: int) -> None:
     """Refuse batches of images that do not fit into memory."""
     remedy = "choose a smaller batch_size" if batch_size > 1 else "choose a smaller img_size"
     require_memory_for_images(batch_size, len(spec.mean), spec.size, spec.size, remedy)
-
-
-def match_classes(classes: Sequence[str] | None, predictor: ImagePredictor) -> list[int] | None:
-    """Return the model's class for each class of some images.
-
-    Args:
-        classes: Names of the images' classes, by label; None = not known, so the labels are used as they are.
-        predictor: The model. Its classes may be known by WordNet ids and by words. If it knows none of the names and
-            there are as many as it has classes, the order decides.
-    """
-    if classes is None:
-        return None
-    known = {name: index for index, name in enumerate(predictor.classes)}
-    known |= {name: index for index, name in enumerate(predictor.label_names or [])}
-    unknown = [name for name in classes if name not in known]
-    if not unknown:
-        return [known[name] for name in classes]
-    if len(unknown) == len(classes) == predictor.num_classes:
-        if predictor.label_names is not None:
-            warnings.warn(
-                f"the model knows other names than {shorten_list(unknown)}: classes are matched by their order",
-                stacklevel=2,
-            )
-        return list(range(len(classes)))
-    raise ValueError(
-        f"the model does not know {len(unknown)} of the {len(classes)} classes of the images "
-        f"({shorten_list(unknown)}): name images of its {predictor.num_classes} classes with --data.path or "
-        "--data.eval_path, or another model"
-    )
 
 
 def load_classifier(

@@ -20,8 +20,10 @@ from timm.utils.misc import natural_key
 
 from ...data.images import image_extensions, open_image
 from ...data.pixels import AnyImage
+from ...engine.results import shorten_list
 from ...utils.files import is_inside, open_regular, read_bytes
-from .config import DataConfig
+from ...utils.validation import require
+from .config import ClassificationDataConfig
 from .dataset_cards import refuse_addresses
 from .shards import ShardSource, find_shards, is_plain_file, list_files
 from .splits import EVALUATION_NAMES, SPELLINGS, TRAINING_NAMES, SplitRequest, spellings
@@ -245,28 +247,9 @@ class HuggingFaceSource:
 
 
 class SubsetSource:
-    """Evenly spaced images of another source: if they are sorted by class, each class keeps its proportion."""
-
-    def __init__(self, source: ImageSource, count: int) -> None:
-        self.source, self.count, self.classes = source, min(count, len(source)), source.classes
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, index: int) -> tuple[AnyImage, int]:
-        return self.source.read(self._place(index))
-
-    def name(self, index: int) -> str:
-        return self.source.name(self._place(index))
-
-    def _place(self, index: int) -> int:
-        return index * len(self.source) // self.count
-
-
-class SelectedSource:
     """Images of another source, by their indices; `about` says which they are."""
 
-    def __init__(self, source: "FolderSource | TarSource", indices: Sequence[int], about: str) -> None:
+    def __init__(self, source: ImageSource, indices: Sequence[int], about: str = "") -> None:
         self.source, self.indices, self.classes, self.about = source, list(indices), source.classes, about
 
     def __len__(self) -> int:
@@ -279,7 +262,7 @@ class SelectedSource:
         return self.source.name(self.indices[index])
 
 
-def hold_out(source: "FolderSource | TarSource", share: float, training: bool) -> SelectedSource:
+def hold_out(source: "FolderSource | TarSource", share: float, training: bool) -> SubsetSource:
     """Return the images of a source without those held out for evaluation, or these.
 
     Of each class with several images, at least one image is on either side. Names of classes and files decide which: a
@@ -306,7 +289,7 @@ def hold_out(source: "FolderSource | TarSource", share: float, training: bool) -
             "evaluation with --data.eval_path"
         )
     chosen = [index for index in range(len(source)) if (index in held_out) != training]
-    return SelectedSource(source, chosen, f"{share:.3g} of each class, held out of training")
+    return SubsetSource(source, chosen, f"{share:.3g} of each class, held out of training")
 
 
 def _digest(name: str) -> bytes:
@@ -315,13 +298,16 @@ def _digest(name: str) -> bytes:
 
 
 def take_subset(source: ImageSource | ShardSource, count: int) -> ImageSource | ShardSource:
-    """Return at most this number of images of a source."""
-    return source.subset(count) if isinstance(source, ShardSource) else SubsetSource(source, count)
+    """Return at most this number of images of a source, evenly spaced: if sorted, each class keeps its proportion."""
+    if isinstance(source, ShardSource):
+        return source.subset(count)
+    count = min(count, len(source))
+    return SubsetSource(source, [place * len(source) // count for place in range(count)])
 
 
 def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Path]]:
     """Return the files with several images, and the folders of class folders, that a source reads from."""
-    if isinstance(source, SelectedSource | SubsetSource):
+    if isinstance(source, SubsetSource):
         return source_paths(source.source)
     if isinstance(source, ShardSource):
         return [str(shard) for shard in source.shards], []
@@ -334,24 +320,31 @@ def source_paths(source: ImageSource | ShardSource) -> tuple[list[str], list[Pat
     return [], []
 
 
-def match_labels(source: ImageSource | ShardSource, classes: Sequence[str] | None) -> list[int] | None:
-    """Return the training label of each class of the images for evaluation.
+def labels_by_name(
+    classes: Sequence[str] | None,
+    *known: Sequence[str] | None,
+    remedy: str = "remove them, or name other images with --data.eval_path",
+) -> list[int] | None:
+    """Return the model's label for each class of the images for evaluation; None if names of classes are not known.
 
-    None = labels are used as they are, because the names of classes are not known.
+    Args:
+        classes: Names of the images' classes.
+        *known: Names of the model's classes, by label; several lists, where classes have several names.
+        remedy: What to do about classes that the model does not know.
     """
-    if source.classes is None or classes is None:
+    labels = {name: label for names in known for label, name in enumerate(names or ())}
+    if classes is None or not labels:
         return None
-    labels = {name: label for label, name in enumerate(classes)}
-    unknown = [name for name in source.classes if name not in labels]
-    if unknown:
-        raise ValueError(
-            f"the images for evaluation have {len(unknown)} classes that training does not know, such as "
-            f"{unknown[0]!r}: remove them, or name the right images with --data.eval_path"
-        )
-    return [labels[name] for name in source.classes]
+    unknown = [name for name in classes if name not in labels]
+    require(
+        not unknown,
+        f"the model does not know {len(unknown)} of the {len(classes)} classes of the images "
+        f"({shorten_list(unknown)}): {remedy}",
+    )
+    return [labels[name] for name in classes]
 
 
-def open_source(config: DataConfig, training: bool) -> ImageSource | ShardSource:
+def open_source(config: ClassificationDataConfig, training: bool) -> ImageSource | ShardSource:
     """Open the images for training or for evaluation, with labels and classes just as they are found.
 
     Raises:
@@ -359,7 +352,7 @@ def open_source(config: DataConfig, training: bool) -> ImageSource | ShardSource
         ValueError: They have no such split, or cannot be read; or the images for training have one class only.
     """
     source = _open_split(config, SplitRequest(config.train_split if training else config.eval_split, training))
-    if training and config.eval_share is not None and not isinstance(source, SelectedSource):
+    if training and config.eval_share is not None and not isinstance(source, SubsetSource):
         raise ValueError(
             f"data.eval_share is {config.eval_share:g}, but nothing has to be held out of {config.path}, because there "
             "are images for evaluation: leave it out"
@@ -372,7 +365,7 @@ def open_source(config: DataConfig, training: bool) -> ImageSource | ShardSource
     return source
 
 
-def _open_split(config: DataConfig, request: SplitRequest) -> ImageSource | ShardSource:
+def _open_split(config: ClassificationDataConfig, request: SplitRequest) -> ImageSource | ShardSource:
     is_eval_path = not request.training and config.eval_path is not None
     path = os.path.expanduser((config.eval_path if is_eval_path else None) or config.path)
     if path == "embedded":
@@ -391,15 +384,15 @@ def _open_split(config: DataConfig, request: SplitRequest) -> ImageSource | Shar
         place = name if config.root is None else str(Path(config.root) / name)
         return find_shards(place, request, request.training or is_eval_path)
     may_hold_out = config.eval_path is None
-    part = find_part(Path(path), request, is_eval_path, may_hold_out)
-    source = FolderSource(part) if part.is_dir() else TarSource(part)
+    folder = find_split(Path(path), request, is_eval_path, may_hold_out)
+    source = FolderSource(folder) if folder.is_dir() else TarSource(folder)
     # A run that holds out images has the share in its config; other data are evaluated as a whole.
-    if part == Path(path) and may_hold_out and (request.training or config.eval_share is not None):
+    if folder == Path(path) and may_hold_out and (request.training or config.eval_share is not None):
         return hold_out(source, config.eval_share or DEFAULT_EVAL_SHARE, request.training)
     return source
 
 
-def find_part(path: Path, request: SplitRequest, is_eval_path: bool, may_hold_out: bool = False) -> Path:
+def find_split(path: Path, request: SplitRequest, is_eval_path: bool, may_hold_out: bool = False) -> Path:
     """Return the folder or tar file of one split of a data set; the path itself if it is not divided.
 
     Args:
@@ -444,8 +437,8 @@ def _has_folders(path: Path) -> bool:
 
 def embedded_fashion_mnist(training: bool) -> ArraySource:
     """Return the Fashion-MNIST images in this package: the first 10,000 for training, or the first 2,000 for test."""
-    count, part = (10_000, "train") if training else (2_000, "test")
-    packed = resources.files(__package__).joinpath("embedded", f"fashion_mnist_{part}.xz").read_bytes()
+    count, split = (10_000, "train") if training else (2_000, "test")
+    packed = resources.files(__package__).joinpath("embedded", f"fashion_mnist_{split}.xz").read_bytes()
     content = np.frombuffer(lzma.decompress(packed), np.uint8)
     images, labels = content[count:].reshape(count, 28, 28), content[:count]
     return ArraySource(images, labels, FASHION_MNIST_CLASSES, "the embedded Fashion-MNIST")
@@ -453,8 +446,8 @@ def embedded_fashion_mnist(training: bool) -> ArraySource:
 
 def fashion_mnist(folder: Path, training: bool) -> ArraySource:
     """Return the whole of Fashion-MNIST, from its four files as published."""
-    part = "train" if training else "t10k"
-    files = [folder / f"{part}-images-idx3-ubyte.gz", folder / f"{part}-labels-idx1-ubyte.gz"]
+    split = "train" if training else "t10k"
+    files = [folder / f"{split}-images-idx3-ubyte.gz", folder / f"{split}-labels-idx1-ubyte.gz"]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"no {' and no '.join(missing)}: name the folder with Fashion-MNIST's four .gz files")
@@ -472,7 +465,7 @@ def fashion_mnist(folder: Path, training: bool) -> ArraySource:
 
 
 def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval_path: bool) -> TorchvisionSource:
-    """Open a torchvision data set, torch/NAME, that is in the folder `root`; see find_part."""
+    """Open a torchvision data set, torch/NAME, that is in the folder `root`; see find_split."""
     if root is None:
         raise ValueError(f"{path} needs the folder that it is in: name it with --data.root")
     name = path.lower().split("/", 2)[-1]
@@ -489,7 +482,7 @@ def open_torchvision(path: str, root: str | None, request: SplitRequest, is_eval
         split = train if split in SPELLINGS[0] else held_out if split in SPELLINGS[1] else split
     elif name in TORCHVISION_FOLDERS:
         # timm would take the whole folder in place of a split that does not exist.
-        root = str(find_part(Path(root), request, is_eval_path))
+        root = str(find_split(Path(root), request, is_eval_path))
     try:
         return TorchvisionSource(create_dataset(path, root=root, split=split, search_split=False))
     # A damaged file can make torchvision raise anything.

@@ -19,12 +19,12 @@ from ...models.factory import check_model_name
 from ...utils.validation import require
 from .. import TASKS
 from ..describe import describe_start
-from ..pixels import MOST_MEASURED, settle_pixels
+from ..pixels import MOST_MEASURED, resolve_pixels
 from .config import (
     AugmentConfig,
     ClassificationConfig,
+    ClassificationDataConfig,
     ClassificationEvalOptions,
-    DataConfig,
     DistillationConfig,
     ModelConfig,
 )
@@ -39,8 +39,8 @@ from .predictor import (
     load_classifier,
 )
 from .shards import ShardImages, ShardSource
-from .sources import DEFAULT_EVAL_SHARE, ImageSource, SelectedSource, match_labels, open_source, source_paths
-from .transforms import input_spec, training_transform
+from .sources import DEFAULT_EVAL_SHARE, ImageSource, SubsetSource, labels_by_name, open_source, source_paths
+from .transforms import InputSpec, input_spec, training_transform
 
 
 class Teacher(nn.Module):
@@ -98,6 +98,9 @@ class ImageTask(Task):
 
     train_source: ImageSource | ShardSource
     eval_source: ImageSource | ShardSource
+    # The input of the model, and the transform of training images.
+    spec: InputSpec
+    transform: Any
     # Width of the head.
     num_classes: int
     # Labels of the training data are below this: the number of classes, or of rows in a table of targets.
@@ -106,12 +109,10 @@ class ImageTask(Task):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_model_name(config.model.name)
-        self.spec = input_spec(config.model, config.data)
-        self.transform = training_transform(config.augment, self.spec)
         self.unreadable = UnreadableCounter(config.data.max_unreadable)
 
-    def settle_inputs(self) -> None:
-        """Find range and normalisation where the config leaves them open, once the training data are open."""
+    def resolve_inputs(self) -> None:
+        """Set `spec` and `transform`; what the config leaves open is found in the training data, and written to it."""
         config, source = self.config, self.train_source
         if isinstance(source, ShardSource):
             stored: list[dict[str, Any]] = []
@@ -119,7 +120,7 @@ class ImageTask(Task):
             with suppress(OSError, ValueError):
                 stored.extend(islice(source.read(0), MOST_MEASURED))
             source = ShardImages(stored)
-        settle_pixels(config.data, config.model.in_chans, len(source), lambda index: source.read(index)[0])
+        resolve_pixels(config.data, config.model.in_chans, len(source), lambda index: source.read(index)[0])
         self.spec = input_spec(config.model, config.data)
         self.transform = training_transform(config.augment, self.spec)
 
@@ -135,7 +136,7 @@ class ImageTask(Task):
         return make_train_loader(
             self.train_source,
             self.transform,
-            self.spec.mode,
+            self.spec.pixel_format,
             self.num_targets,
             self.config.data,
             self.config.augment.repeats,
@@ -154,12 +155,12 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
         # Mixup pairs the images of a batch.
         self.batch_multiple = 2 if config.augment.mixes else 1
         self.train_source = open_source(config.data, training=True)
-        if isinstance(self.train_source, SelectedSource):
+        if isinstance(self.train_source, SubsetSource):
             config.data.eval_share = config.data.eval_share or DEFAULT_EVAL_SHARE
-        self.settle_inputs()
+        self.resolve_inputs()
         self.classes = self.train_source.classes
         self.eval_source = open_source(config.data, training=False)
-        self.eval_labels = match_labels(self.eval_source, self.classes)
+        self.eval_labels = labels_by_name(self.eval_source.classes, self.classes)
         self.num_classes = self.num_targets = config.model.num_classes or len(self.classes or ())
         if self.num_classes == 0:
             raise ValueError(f"{config.data.path} does not name its classes: set --model.num_classes")
@@ -206,7 +207,7 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
         return find_classification_run(model or "")
 
     @classmethod
-    def open_eval_data(cls, config: DataConfig, run: Any, options: Any) -> EvalData:
+    def open_eval_data(cls, config: ClassificationDataConfig, run: Any, options: Any) -> EvalData:
         source = open_source(config, training=False)
         return EvalData(config, source, config.path, *source_paths(source))
 

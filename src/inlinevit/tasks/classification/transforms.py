@@ -16,7 +16,7 @@ from torchvision import transforms
 from ...data.pixels import PixelFormat, PixelRange, image_to_tensor
 from ...engine.config import PixelConfig
 from ...utils.validation import FRACTION, Range, require
-from ..pixels import mean_std_of, pixel_format
+from ..pixels import make_pixel_format, mean_std_of
 from .config import AugmentConfig, ModelConfig
 
 # The parts of timm's policies, by name, with their numbers; timm ignores others without a warning.
@@ -57,14 +57,14 @@ class InputSpec:
     range: PixelRange = "auto"
 
     @property
-    def mode(self) -> PixelFormat:
-        """How images are converted."""
+    def pixel_format(self) -> PixelFormat:
+        """The bands and values of images that it gets."""
         return PixelFormat(len(self.mean), self.bands, self.range)
 
     def with_pixels(self, data: PixelConfig) -> "InputSpec":
         """Return the same input with the bands and the range of a data config."""
-        pixels = pixel_format(data, len(self.mean))
-        return replace(self, bands=pixels.bands, range=pixels.range)
+        pixel_format = make_pixel_format(data, len(self.mean))
+        return replace(self, bands=pixel_format.bands, range=pixel_format.range)
 
 
 def input_spec(config: ModelConfig, data: PixelConfig | None = None) -> InputSpec:

@@ -18,18 +18,17 @@ from pycocotools import mask as coco_masks
 from torch import Tensor
 
 from ...data.images import (
-    convert_mode,
     decode_image,
     decompression_bomb_limit,
     describe_image_error,
     has_valid_size,
     open_image,
 )
-from ...data.pixels import AnyImage, PixelFormat
+from ...data.pixels import AnyImage, PixelFormat, convert_pixels
 from ...engine.results import shorten_list
 from ...utils.files import read_json
 from ...utils.validation import shorten
-from ..pixels import pixel_format
+from ..pixels import make_pixel_format
 from .config import DetectionDataConfig
 
 # A record of an image, an annotation or a category, as it is in the file.
@@ -62,7 +61,7 @@ class CocoSource:
         max_pixels: Images with more pixels are refused; None = Pillow's limit.
 
     Attributes:
-        mode: The bands and values of images that the model gets.
+        pixel_format: The bands and values of images that the model gets.
         images: COCO's records of the images, in the order of their ids.
         categories: In the order of their ids. The label of a category is its place + 1; 0 is background.
         without_area: Ids of the annotations that cannot be learned from, for their box or their mask has no area.
@@ -70,7 +69,7 @@ class CocoSource:
 
     def __init__(self, file: Path, folder: Path, limit: int | None = None, max_pixels: int | None = None) -> None:
         self.file, self.folder, self.max_pixels = file, folder, max_pixels
-        self.mode = PixelFormat()
+        self.pixel_format = PixelFormat()
         try:
             content = read_json(file)
         except ValueError as error:
@@ -146,7 +145,7 @@ class CocoSource:
         return open_image(self.folder / self.images[index]["file_name"])
 
     def read_image(self, index: int) -> AnyImage:
-        """Return an image in its mode, of the size that its record says.
+        """Return an image in its pixel format, of the size that its record says.
 
         Annotations are for the pixels as they are stored. Only where the record's size says that they are for the image
         turned as its EXIF data say, it is turned.
@@ -155,8 +154,8 @@ class CocoSource:
         size = record["width"], record["height"]
         try:
             with decompression_bomb_limit(self.max_pixels), self.open_image(index) as opened:
-                convert = convert_mode if opened.size == size else decode_image
-                image = convert(opened, self.mode)
+                convert = convert_pixels if opened.size == size else decode_image
+                image = convert(opened, self.pixel_format)
                 if image.size != size:
                     raise ValueError(
                         f"it has {opened.width} × {opened.height} pixels, but {size[0]} × {size[1]} by its record"
@@ -240,19 +239,19 @@ def open_coco(config: DetectionDataConfig, training: bool, channels: int = 3) ->
 
     Objects without area are left out of training with a warning; evaluation keeps them, as COCO does.
     """
-    part, values = "train" if training else "eval", vars(config)
-    split, annotations, images = (values[f"{part}_{name}"] for name in ("split", "annotations", "folder"))
+    prefix, values = "train" if training else "eval", vars(config)
+    split, annotations, images = (values[f"{prefix}_{name}"] for name in ("split", "annotations", "folder"))
     home = Path(config.path).expanduser()
     file = home / "annotations" / f"instances_{split}.json" if annotations is None else Path(annotations).expanduser()
     folder = home / split if images is None else Path(images).expanduser()
-    layout = f"check --data.path and --data.{part}_split, or name it with --data.{part}"
+    layout = f"check --data.path and --data.{prefix}_split, or name it with --data.{prefix}"
     if not file.is_file():
         raise FileNotFoundError(f"no file of annotations at {file} ({_splits(home)}): {layout}_annotations")
     if not folder.is_dir():
         splits = f" ({_splits(home)})" if images is None else ""
         raise FileNotFoundError(f"no folder of images at {folder}{splits}: {layout}_folder")
-    source = CocoSource(file, folder, values[f"max_{part}_samples"], config.max_pixels)
-    source.mode = pixel_format(config, channels)
+    source = CocoSource(file, folder, values[f"max_{prefix}_samples"], config.max_pixels)
+    source.pixel_format = make_pixel_format(config, channels)
     if training and source.without_area:
         ids = shorten_list(list(map(str, sorted(source.without_area))), 5)
         warnings.warn(

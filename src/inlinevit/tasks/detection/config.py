@@ -11,7 +11,7 @@ from ...engine.config import (
     TrainConfig,
 )
 from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
-from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
+from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, check_dense_config
 
 
 @dataclass
@@ -68,14 +68,14 @@ class DetectionAugmentConfig:
     max_size: int = 1333
     """Images whose longer side would exceed this become smaller."""
     hflip: float = 0.5
-    """Share of images that are mirrored."""
+    """Probability of a horizontal flip."""
     scale_jitter: tuple[float, float] | None = None
     """Large-scale jitter: images are scaled by a factor from here to there, relative to a square of jitter_size, and
     cropped or padded to it, in place of `min_sizes`; (0.1, 2.0) is usual."""
     jitter_size: int = 1024
     """Side of the square for large-scale jitter."""
     copy_paste: float = 0.0
-    """Share of images into which objects of another image are pasted."""
+    """Probability that objects of another image are pasted into an image."""
 
     def __post_init__(self) -> None:
         sides = dict.fromkeys(("min_sizes", "max_size", "jitter_size"), Range(1, MOST_PIXELS))
@@ -106,11 +106,11 @@ class DetectorConfig(BackboneConfig):
     }
 
     arch: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
-    """One stage of boxes and masks, or three that refine each other's boxes."""
+    """Mask R-CNN, or Cascade Mask R-CNN with three stages that refine each other's boxes."""
     num_classes: int | None = None
     """Categories, without background; null = as many as the data have."""
     frozen_stages: int = 0
-    """So many stages of the backbone, from the first, do not learn."""
+    """Number of the first stages of the backbone whose weights are frozen."""
     min_size: int = 800
     """Shorter side that images are resized to for evaluation and prediction."""
     max_size: int = 1333
@@ -163,8 +163,7 @@ class DetectionConfig(TrainConfig):
     model: DetectorConfig = field(default_factory=DetectorConfig)
 
     def __post_init__(self) -> None:
-        refuse_layer_decay(self)
-        self.data.check_channels(self.model.in_chans)
+        check_dense_config(self)
 
 
 @dataclass(kw_only=True)

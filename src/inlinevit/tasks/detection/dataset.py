@@ -20,7 +20,7 @@ class DetectionSamples(Dataset[Sample]):
     Args:
         source: Where they come from.
         transform: The augmentation.
-        copy_paste: Share of images that get objects of another one, which is augmented in the same way.
+        copy_paste: Probability that an image gets objects of another one, which is augmented in the same way.
     """
 
     def __init__(self, source: CocoSource, transform: Transform, copy_paste: float) -> None:

@@ -35,8 +35,8 @@ from ..dense import SingleImageEvaluator
 from .coco import Category, CocoSource, Record, are_numbers, box_problem, rle_problem
 from .visualize import draw_objects
 
-# COCO's names for boxes and masks.
-PARTS = {"box": "bbox", "mask": "segm"}
+# COCO's names for the two kinds of results, as a type of IoU and as a field of results.
+IOU_TYPES = {"box": "bbox", "mask": "segm"}
 FIELDS = {"box": "bbox", "mask": "segmentation"}
 # COCO's twelve numbers in the order of its summary: s, m and l are small, medium and large objects.
 NUMBERS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
@@ -76,26 +76,26 @@ class DetectionEvaluation(Evaluation):
 
     def numbers(self) -> dict[str, float]:
         """See Evaluation.numbers: box_AP, box_AP50, …, mask_AP, …."""
-        return {f"{part}_{name}": value for part, some in self.metrics.items() for name, value in some.items()}
+        return {f"{kind}_{name}": value for kind, some in self.metrics.items() for name, value in some.items()}
 
     def tables(self) -> list[list[dict[str, str]]]:
         titles = {"box": "boxes", "mask": "masks"}
         return [
             [
-                {"": titles[part], **{f"{name} %": percent(numbers[name]) for name in names}}
-                for part, numbers in self.metrics.items()
+                {"": titles[kind], **{f"{name} %": percent(numbers[name]) for name in names}}
+                for kind, numbers in self.metrics.items()
             ]
             for names in (NUMBERS[:6], NUMBERS[6:])
         ]
 
     def class_scores(self) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
         """See Evaluation.class_scores; masks say more than boxes."""
-        scores = {f"{part} AP": self.class_ap[part] for part in ("mask", "box") if part in self.class_ap}
+        scores = {f"{kind} AP": self.class_ap[kind] for kind in ("mask", "box") if kind in self.class_ap}
         return [category.name for category in self.categories], scores
 
     def per_class(self) -> list[Record]:
         unknown = [math.nan] * len(self.categories)
-        precisions = (self.class_ap.get(part, unknown) for part in PARTS)
+        precisions = (self.class_ap.get(kind, unknown) for kind in IOU_TYPES)
         return [
             {**category._asdict(), "objects": objects, **finite({"box_AP": box, "mask_AP": mask})}
             for category, objects, box, mask in zip(self.categories, self.objects, *precisions, strict=True)
@@ -106,8 +106,8 @@ class DetectionEvaluation(Evaluation):
 
         Boxes and masks are in a file each: of a result that has both, pycocotools takes the area from the box.
         """
-        for part, iou_type in PARTS.items() if self.results is not None else ():
-            content = json.dumps(only(part, self.results or [])).encode()
+        for kind, iou_type in IOU_TYPES.items() if self.results is not None else ():
+            content = json.dumps(results_of(kind, self.results or [])).encode()
             atomic_write_bytes(folder / RESULTS_JSON.format(iou_type), content)
 
 
@@ -283,12 +283,10 @@ def count_matches(results: Sequence[Record], truth: Sequence[Record]) -> tuple[i
         found = sorted((one for one in results if one["category_id"] == category), key=lambda one: -one["score"])
         objects = [one for one in truth if one["category_id"] == category]
         crowds = np.array([bool(one.get("iscrowd")) for one in objects], bool)
-        part = FIELDS["box" if all("bbox" in one for one in found) else "mask"]
+        key = FIELDS["box" if all("bbox" in one for one in found) else "mask"]
         overlaps = np.zeros((len(found), len(objects)))
         if found and objects:
-            overlaps = np.nan_to_num(
-                coco_masks.iou([one[part] for one in found], [one[part] for one in objects], crowds)
-            )
+            overlaps = np.nan_to_num(coco_masks.iou([one[key] for one in found], [one[key] for one in objects], crowds))
         is_found = np.zeros(len(objects), bool)
         for row in overlaps:
             free = np.where(is_found | crowds, -1.0, row)
@@ -315,10 +313,10 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Iterato
         # Both ends are inside.
         whole = F.interpolate(mask[None], (max(y2 - y1 + 1, 1), max(x2 - x1 + 1, 1)), mode="bilinear")[0, 0]
         left, top = max(x1, 0), max(y1, 0)
-        part = canvas[top : y2 + 1, left : x2 + 1]
-        part[:] = whole[top - y1 : height - y1, left - x1 : width - x1] > MASK_THRESHOLD
+        region = canvas[top : y2 + 1, left : x2 + 1]
+        region[:] = whole[top - y1 : height - y1, left - x1 : width - x1] > MASK_THRESHOLD
         yield {"size": list(size), "counts": coco_masks.encode(canvas)["counts"].decode()}
-        part[:] = 0
+        region[:] = 0
 
 
 def coco_metrics(ground_truth: Record, results: Sequence[Record]) -> DetectionEvaluation:
@@ -333,20 +331,20 @@ def coco_metrics(ground_truth: Record, results: Sequence[Record]) -> DetectionEv
     objects = Counter(record["category_id"] for record in ground_truth["annotations"] if not record["iscrowd"])
     counts = [objects[category.id] for category in categories]
     evaluation = DetectionEvaluation({}, {}, categories, counts, images=len(ground_truth["images"]))
-    for part, iou_type in PARTS.items():
-        chosen = only(part, results)
+    for kind, iou_type in IOU_TYPES.items():
+        chosen = results_of(kind, results)
         if chosen or not results:
-            evaluation.metrics[part], evaluation.class_ap[part] = _evaluate_part(ground_truth, chosen, iou_type)
+            evaluation.metrics[kind], evaluation.class_ap[kind] = _evaluate(ground_truth, chosen, iou_type)
     return evaluation
 
 
-def only(part: str, results: Sequence[Record]) -> list[Record]:
+def results_of(kind: str, results: Sequence[Record]) -> list[Record]:
     """Return the boxes or the masks of results, without the other: pycocotools would take the area from it."""
-    (other,) = (field for name, field in FIELDS.items() if name != part)
-    return [{name: value for name, value in one.items() if name != other} for one in results if FIELDS[part] in one]
+    (other,) = (field for name, field in FIELDS.items() if name != kind)
+    return [{name: value for name, value in one.items() if name != other} for one in results if FIELDS[kind] in one]
 
 
-def _evaluate_part(ground_truth: Record, results: list[Record], iou_type: str) -> tuple[dict[str, float], list[float]]:
+def _evaluate(ground_truth: Record, results: list[Record], iou_type: str) -> tuple[dict[str, float], list[float]]:
     """COCO's numbers, and AP by category in the order of ids, for boxes (bbox) or masks (segm)."""
     # pycocotools writes into the records.
     objects = [dict(record) for record in ground_truth["annotations"]]

@@ -13,7 +13,7 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign
 
-from ..backbone import build_on_backbone, checkpoint_backbone, mean_and_std, undecayed_weights
+from ..backbone import backbone_no_weight_decay, build_on_backbone, mean_and_std, set_backbone_grad_checkpointing
 from ..pixels import MeanStd
 from .cascade import BOX_WEIGHTS, IOU_THRESHOLDS, CascadeRoIHeads
 from .config import DetectorConfig
@@ -112,11 +112,11 @@ class PyramidRCNN(MaskRCNN):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute the backbone's activations twice instead of keeping them."""
-        checkpoint_backbone(self.backbone.body, enable)
+        set_backbone_grad_checkpointing(self.backbone.body, enable)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that should not decay."""
-        return {f"{BODY}{name}" for name in undecayed_weights(self.backbone.body)}
+        return {f"{BODY}{name}" for name in backbone_no_weight_decay(self.backbone.body)}
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the backbone; what comes after it depends on how many objects there are."""

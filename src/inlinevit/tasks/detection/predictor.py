@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...data.pixels import AnyImage, image_to_tensor, preview
+from ...data.pixels import AnyImage, PixelFormat, image_to_tensor, preview
 from ...engine.evaluator import EvalData
 from ...engine.predictor import DrawingPredictor, Rendering
 from ...engine.results import shorten_list
 from ...engine.runs import Run, open_run
 from ...utils.validation import require
 from ..backbone import load_trained, mean_and_std
-from ..pixels import pixel_format
+from ..pixels import make_pixel_format
 from .coco import Category, CocoSource, Record
 from .config import DetectionConfig, DetectionEvalOptions, DetectionPredictOptions
 from .metrics import SCORE_THRESHOLD, DetectionEvaluator, detect, read_results, to_results
@@ -44,6 +44,10 @@ class DetectionPredictor(DrawingPredictor[list[Record]]):
     def classes(self) -> list[str]:
         """The names of the categories: the first is that of label 1."""
         return [category.name for category in self.categories]
+
+    @property
+    def pixel_format(self) -> PixelFormat:
+        return make_pixel_format(self.config.data, self.config.model.in_chans)
 
     @property
     def to_tensor(self) -> Callable[[AnyImage], Tensor]:
@@ -126,8 +130,8 @@ def load_detector(run: str, *, checkpoint: str | None = None) -> DetectionPredic
     data = opened.config.data
     mean_std = mean_and_std(config, data)
     model = load_trained(opened, checkpoint, lambda bare: build_detector(bare, num_classes, mean_std))
-    name, pixels = f"{config.arch} on {config.backbone}", pixel_format(data, config.in_chans)
-    return DetectionPredictor(model, name, opened.config, categories, max_pixels=data.max_pixels, pixels=pixels)
+    name = f"{config.arch} on {config.backbone}"
+    return DetectionPredictor(model, name, opened.config, categories, max_pixels=data.max_pixels)
 
 
 def float_tensor(image: AnyImage) -> Tensor:

@@ -9,18 +9,15 @@ from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
 from ...engine.evaluator import EvalData
 from ...engine.runs import Run
-from ...engine.task import Task
-from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import require
 from .. import TASKS
 from ..backbone import mean_and_std, padding_color
-from ..describe import describe_start
-from ..pixels import pixel_format, settle_pixels
+from ..dense import DenseTask
 from .coco import open_coco
 from .config import DetectionConfig, DetectionDataConfig, DetectionEvalOptions
 from .dataset import make_train_loader
-from .metrics import PARTS, RESULTS_JSON, DetectionEvaluator
+from .metrics import IOU_TYPES, RESULTS_JSON, DetectionEvaluator
 from .model import build_detector
 from .predictor import CATEGORIES_JSON, DetectionPredictor, StoredResults, load_detector
 
@@ -28,19 +25,17 @@ from .predictor import CATEGORIES_JSON, DetectionPredictor, StoredResults, load_
 LOGGED = ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
 
 
-class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command, metric="box_AP"):
+class Detection(DenseTask, config=DetectionConfig, command=TASKS["detection"].command, metric="box_AP"):
     """Object detection and instance segmentation."""
 
     config: DetectionConfig
 
     def __init__(self, config: DetectionConfig) -> None:
         super().__init__(config)
-        check_model_name(config.model.backbone)
         channels = config.model.in_chans
         self.train_source = open_coco(config.data, training=True, channels=channels)
+        self.resolve_inputs()
         self.eval_source = open_coco(config.data, training=False, channels=channels)
-        settle_pixels(config.data, channels, len(self.train_source), self.train_source.open_image)
-        self.train_source.mode = self.eval_source.mode = pixel_format(config.data, channels)
         self.categories = self.train_source.categories
         require(
             self.categories == self.eval_source.categories,
@@ -60,11 +55,6 @@ class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command
     def build_model(self) -> nn.Module:
         mean_std = mean_and_std(self.config.model, self.config.data)
         return build_detector(self.config.model, self.num_classes, mean_std)
-
-    def describe(self) -> str:
-        config = self.config
-        name = f"{config.model.arch} on {config.model.backbone} for {self.num_classes} classes"
-        return describe_start(name, config, self.train_source, self.eval_source)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
         config = self.config
@@ -108,7 +98,7 @@ class Detection(Task, config=DetectionConfig, command=TASKS["detection"].command
 
     @classmethod
     def eval_files(cls, options: DetectionEvalOptions) -> tuple[str, ...]:
-        return () if options.results else tuple(RESULTS_JSON.format(iou_type) for iou_type in PARTS.values())
+        return () if options.results else tuple(RESULTS_JSON.format(iou_type) for iou_type in IOU_TYPES.values())
 
 
 def check_memory(config: DetectionConfig) -> None:

@@ -78,9 +78,9 @@ def paint_mask(pixels: np.ndarray, rle: Record, colour: Colour, line: int) -> No
     inner = mask.copy()
     for down, right in ((0, line), (2 * line, line), (line, 0), (line, 2 * line)):
         inner &= around[down : down + height, right : right + width]
-    part = pixels[place]
-    part[inner] = (part[inner] * (1 - OPACITY) + np.array(colour) * OPACITY).astype(np.uint8)
-    part[mask & ~inner] = colour
+    region = pixels[place]
+    region[inner] = (region[inner] * (1 - OPACITY) + np.array(colour) * OPACITY).astype(np.uint8)
+    region[mask & ~inner] = colour
 
 
 def write_label(

@@ -24,9 +24,9 @@ class MultilabelLossConfig:
     name: Literal["bce", "asymmetric"] = "bce"
     """Binary cross-entropy, or the asymmetric loss of Ridnik et al., for many labels with few positives."""
     gamma_neg: float = 4.0
-    """Focusing of negatives, for asymmetric."""
+    """Focusing exponent of negatives, for asymmetric."""
     gamma_pos: float = 0.0
-    """Focusing of positives, for asymmetric."""
+    """Focusing exponent of positives, for asymmetric."""
     clip: float = 0.05
     """Probabilities of negatives below this do not count, for asymmetric."""
 

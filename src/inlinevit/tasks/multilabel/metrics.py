@@ -16,7 +16,7 @@ from ...engine.evaluator import Evaluation
 from ...engine.records import rounded
 from ...utils.atomic import finite
 from ..calibration import calibration_details, calibration_section, expected_calibration_error
-from ..classification.metrics import ImageEvaluator, Judgement
+from ..classification.metrics import ImageEvaluator, ImageRecord
 from ..classification.transforms import InputSpec
 from .config import MultilabelDataConfig, MultilabelLossConfig
 from .dataset import CsvSource
@@ -114,8 +114,8 @@ class MultilabelEvaluator(ImageEvaluator):
         self.precision.update(probabilities, targets)
         self.scores.update(probabilities, targets)
 
-    def judge(self, logits: Tensor, labels: Tensor) -> Iterator[Judgement]:
-        """See ImageEvaluator.judge; the worst images are those with the highest binary cross-entropy."""
+    def make_records(self, logits: Tensor, labels: Tensor) -> Iterator[ImageRecord]:
+        """See ImageEvaluator.make_records; the worst images are those with the highest binary cross-entropy."""
         probabilities, targets = logits.sigmoid(), self.targets[labels]
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1).tolist()
         predicted, true = probabilities > self.threshold, targets > 0
@@ -134,7 +134,7 @@ class MultilabelEvaluator(ImageEvaluator):
             parts = {"right": right, "wrong": wrong, "missed": missed}
             lines = tuple(f"{name}: {self.names(part)}" for name, part in parts.items() if part.any())
             badness = math.inf if values["loss"] is None else values["loss"]
-            yield Judgement(values | top, None if values["correct"] else (badness,), lines or ("no labels",))
+            yield ImageRecord(values | top, None if values["correct"] else (badness,), lines or ("no labels",))
 
     def names(self, chosen: Tensor) -> str:
         """Return the names of the chosen labels, (labels,) of truth values."""

@@ -1,12 +1,9 @@
 """Multi-label classification as a task."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ...data.pixels import AnyImage
 from ...engine.evaluator import EvalData
 from ...engine.results import ClassProbability
 from ...engine.runs import Run, open_run
@@ -21,17 +18,13 @@ from .dataset import CsvSource, open_csv
 from .metrics import MultilabelEvaluator, multilabel_loss
 
 
-@dataclass
 class MultilabelPredictor(ImagePredictor):
-    """A multi-label model that is ready to use."""
+    """A multi-label model that is ready to use; it returns labels with at least the threshold."""
 
     options_class = MultilabelPredictOptions
 
-    def predict_images(
-        self, images: list[AnyImage], options: MultilabelPredictOptions, device: torch.device
-    ) -> list[list[ClassProbability] | None]:
-        """See Predictor.predict_images; labels with at least the threshold, the most probable first."""
-        return self.ranked(self.logits(images, device).sigmoid(), self.num_classes, options.threshold)
+    def rank(self, logits: Tensor, options: MultilabelPredictOptions) -> list[list[ClassProbability] | None]:
+        return self.top_classes(logits.sigmoid(), self.num_classes, options.threshold)
 
     def settings(self, options: MultilabelEvalOptions) -> dict[str, Any]:
         return {**super().settings(options), "threshold": options.threshold}
@@ -48,7 +41,7 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
     def __init__(self, config: MultilabelConfig) -> None:
         super().__init__(config)
         self.train_source: CsvSource = open_csv(config.data, training=True)
-        self.settle_inputs()
+        self.resolve_inputs()
         self.classes, self.targets = self.train_source.classes, self.train_source.targets
         self.eval_source: CsvSource = open_csv(config.data, training=False, classes=self.classes)
         self.num_classes, self.num_targets = len(self.classes), len(self.train_source)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ...data.images import (
     check_size,
-    convert_mode,
     decompression_bomb_limit,
     describe_image_error,
     find_images,
     open_image,
 )
-from ...data.pixels import AnyImage, BandArray, PixelFormat
-from ..pixels import pixel_format
+from ...data.pixels import AnyImage, BandArray, PixelFormat, convert_pixels
+from ..pixels import make_pixel_format
 from .config import SegmentationDataConfig
 from .labels import LabelMap
 
@@ -43,7 +42,7 @@ class AdeSource:
         max_pixels: Images with more pixels are refused; None = Pillow's limit.
 
     Attributes:
-        mode: The bands and values of images that the model gets.
+        pixel_format: The bands and values of images that the model gets.
         stems: The name that each image shares with its label map: the path inside of their folders, without ending.
     """
 
@@ -51,7 +50,7 @@ class AdeSource:
         self, folder: Path, split: str, labels: LabelMap, limit: int | None = None, max_pixels: int | None = None
     ) -> None:
         self.labels, self.max_pixels = labels, max_pixels
-        self.mode = PixelFormat()
+        self.pixel_format = PixelFormat()
         self.images_folder = folder / "images" / split
         self.masks_folder = folder / "annotations" / split
         images = _by_stem(self.images_folder)
@@ -79,11 +78,15 @@ class AdeSource:
     def __len__(self) -> int:
         return len(self.stems)
 
+    def open_image(self, index: int) -> AnyImage:
+        """Open an image; it is not decoded yet."""
+        return open_image(self.image_files[index])
+
     def read_image(self, index: int) -> AnyImage:
-        """Return an image in its mode, as it is stored: label maps are for these pixels, whatever EXIF data say."""
+        """Return an image, not rotated by its EXIF data: its label map is for the pixels as they are stored."""
         with self._opened(self.image_files[index]) as image:
             check_size(image)
-            return convert_mode(image, self.mode)
+            return convert_pixels(image, self.pixel_format)
 
     def read_labels(self, index: int) -> Tensor:
         """Return the label map of an image, (height, width) of bytes: indices of classes, IGNORED where none counts."""
@@ -126,8 +129,8 @@ class AdeSource:
 
 def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool, channels: int = 3) -> AdeSource:
     """Open the images and label maps for training or for evaluation of a model with this number of channels."""
-    part = "train" if training else "eval"
-    split, limit = vars(config)[f"{part}_split"], vars(config)[f"max_{part}_samples"]
+    prefix = "train" if training else "eval"
+    split, limit = vars(config)[f"{prefix}_split"], vars(config)[f"max_{prefix}_samples"]
     home = Path(config.path).expanduser()
     for kind in ("images", "annotations"):
         place = home / kind / split
@@ -135,10 +138,10 @@ def open_ade(config: SegmentationDataConfig, labels: LabelMap, training: bool, c
             found = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
             splits = f"the splits are {', '.join(found)}" if found else "there are no splits"
             raise FileNotFoundError(
-                f"no folder of {kind} at {place} ({splits}): check --data.path and --data.{part}_split"
+                f"no folder of {kind} at {place} ({splits}): check --data.path and --data.{prefix}_split"
             )
     source = AdeSource(home, split, labels, limit, config.max_pixels)
-    source.mode = pixel_format(config, channels)
+    source.pixel_format = make_pixel_format(config, channels)
     return source
 
 

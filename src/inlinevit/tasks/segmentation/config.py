@@ -11,7 +11,7 @@ from ...engine.config import (
     TrainConfig,
 )
 from ...utils.validation import MOST_PIXELS, Range, check_fields, require
-from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, refuse_layer_decay
+from ..backbone_config import BackboneConfig, SplitDataConfig, SplitDataOptions, check_dense_config
 
 # Factors that images are scaled by.
 SCALES = Range(0, 100, above_least=True)
@@ -44,13 +44,13 @@ class SegmentationAugmentConfig:
     scale: tuple[float, float] = (0.5, 2.0)
     """Images are scaled by a random factor from here to there."""
     min_size: int | None = 512
-    """Side that images are resized to before that; null = as they are."""
+    """Shorter side that images are resized to before that; null = as they are."""
     crop_size: int = 512
     """Side of the square crop. Smaller images are padded, with pixels that are ignored."""
     cat_max_ratio: float = 0.75
     """A crop in which one class has a larger share is drawn again, ten times at most."""
     hflip: float = 0.5
-    """Share of images that are mirrored."""
+    """Probability of a horizontal flip."""
     photometric_distortion: bool = True
     """Vary brightness, contrast, saturation and hue."""
 
@@ -75,15 +75,15 @@ class SegmenterConfig(BackboneConfig):
     }
 
     arch: Literal["semantic_fpn", "upernet"] = "semantic_fpn"
-    """A feature pyramid whose levels are added up, or UperNet, with an auxiliary head while it learns."""
+    """SemanticFPN, which adds up the levels of a feature pyramid, or UperNet, with an auxiliary head in training."""
     num_classes: int | None = None
-    """null = as many as the data have; ADE20K has 150."""
+    """Number of classes; null = as many as the data have; ADE20K has 150."""
     channels: int | None = None
     """Channels of the decoder; null = 256 for semantic_fpn, 512 for upernet."""
     dropout: float = 0.1
-    """Share of the decoder's channels that are left out in training."""
+    """Dropout of the decoder's channels."""
     aux_weight: float = 0.4
-    """Share of the auxiliary head's loss, for upernet."""
+    """Weight of the auxiliary head's loss, for upernet."""
 
 
 @dataclass
@@ -91,11 +91,11 @@ class InferenceConfig:
     """How images are processed in evaluation and prediction."""
 
     min_size: int | None = 512
-    """Side that images are resized to; null = as they are. Predictions are resized back."""
+    """Shorter side that images are resized to; null = as they are. Predictions are resized back."""
     window_size: int | None = None
     """Side of the square windows that slide over the image; null = the whole image at once."""
     stride: int | None = None
-    """From window to window; null = two thirds of the window. Where windows overlap, their logits are blended."""
+    """Pixels from window to window; null = two thirds of the window. Logits of windows that overlap are blended."""
     scales: list[float] = field(default_factory=lambda: [1.0])
     """Factors that the image is scaled by; probabilities are averaged. 0.5, 0.75, 1, 1.25, 1.5, 1.75 is usual."""
     flip: bool = False
@@ -116,11 +116,11 @@ class InferenceOptions:
     """Inference settings, where they differ from those of the training run."""
 
     min_size: int | Literal["original"] | None = None
-    """Side that images are resized to, or original; null = as in the run. Predictions are resized back."""
+    """Shorter side that images are resized to, or original; null = as in the run. Predictions are resized back."""
     window_size: int | Literal["whole"] | None = None
     """Side of the square windows that slide over the image, or whole for the image at once; null = as in the run."""
     stride: int | None = None
-    """From window to window; null = as in the run or, if window_size is given, two thirds of it."""
+    """Pixels from window to window; null = as in the run or, if window_size is given, two thirds of it."""
     scales: list[float] | None = None
     """Factors that the image is scaled by; probabilities are averaged. null = as in the run."""
     flip: bool | None = None
@@ -159,8 +159,7 @@ class SegmentationConfig(TrainConfig):
     inference: InferenceConfig = field(default_factory=InferenceConfig)
 
     def __post_init__(self) -> None:
-        refuse_layer_decay(self)
-        self.data.check_channels(self.model.in_chans)
+        check_dense_config(self)
         require(
             self.model.in_chans in (1, 3) or not self.augment.photometric_distortion,
             "augment.photometric_distortion changes colours of RGB or grey images, but model.in_chans is "

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from ...engine.progress import part_progress
+from ...engine.progress import nested_progress
 from ..pixels import MeanStd
 from .config import InferenceConfig
 from .transforms import resize_image, scaled_size
@@ -66,7 +66,7 @@ def predict_probs(
     height, width = image.shape[-2:]
     rows = max(1, PIXELS_AT_ONCE // width)
     tta_views = []
-    with part_progress("image", count_windows(height, width, inference), "windows") as advance:
+    with nested_progress("image", count_windows(height, width, inference), "windows") as advance:
         for scale in inference.scales:
             size = scaled_size(height, width, inference.min_size, scale)
             scaled = image if size == [height, width] else resize_image(image, size)

@@ -89,15 +89,15 @@ class SegmentationEvaluation(Evaluation):
         return {"confusion": self.confusion.tolist()}
 
     def sections(self) -> list["Section"]:
-        from ..confusion import confusion_section
+        from ..confusion_matrix import confusion_matrix_section
 
-        return [confusion_section(self.confusion, self.classes, unit="pixels")]
+        return [confusion_matrix_section(self.confusion, self.classes, unit="pixels")]
 
     def save_files(self, folder: Path) -> None:
         # Imported here: matplotlib is slow to import, and training draws nothing.
-        from ..confusion import draw_confusion
+        from ..confusion_matrix import draw_confusion_matrix
 
-        draw_confusion(self.confusion, self.classes, folder / CONFUSION_PNG, unit="pixels")
+        draw_confusion_matrix(self.confusion, self.classes, folder / CONFUSION_PNG, unit="pixels")
 
     def _pixels(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pixels of each class: predicted right, true, predicted."""

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 
 from ...utils.validation import require
-from ..backbone import STRIDES, PyramidFeatures, build_on_backbone, checkpoint_backbone, undecayed_weights
+from ..backbone import (
+    STRIDES,
+    PyramidFeatures,
+    backbone_no_weight_decay,
+    build_on_backbone,
+    set_backbone_grad_checkpointing,
+)
 from .config import SegmenterConfig
 
 # The channels that are usual for each decoder.
@@ -93,11 +99,11 @@ class Segmenter(SegmentationModel):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Turn gradient checkpointing of the backbone on or off."""
-        checkpoint_backbone(self.encoder.model, enable)
+        set_backbone_grad_checkpointing(self.encoder.model, enable)
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay."""
-        return {f"{ENCODER}{name}" for name in undecayed_weights(self.encoder.model)}
+        return {f"{ENCODER}{name}" for name in backbone_no_weight_decay(self.encoder.model)}
 
 
 def padding_of(length: int) -> int:

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ...data.pixels import AnyImage, image_to_tensor, preview
+from ...data.pixels import AnyImage, PixelFormat, image_to_tensor, preview
 from ...engine.evaluator import EvalData
 from ...engine.predictor import DrawingPredictor, Rendering
 from ...engine.results import shorten_list
 from ...engine.runs import Run, open_run
 from ...utils.validation import require
 from ..backbone import load_trained, mean_and_std
-from ..pixels import MeanStd, pixel_format
+from ..pixels import MeanStd, make_pixel_format
 from .config import (
     InferenceConfig,
     SegmentationConfig,
@@ -31,7 +31,7 @@ from .labels import LabelMap, open_labels
 from .metrics import SegmentationEvaluator
 from .model import build_segmenter
 from .transforms import resize_image, scaled_size
-from .visualize import class_shares, draw_labels, draw_legend, percent
+from .visualize import class_shares, draw_labels, draw_legend, whole_percent
 
 LABELS_JSON = "labels.json"
 CLASSES_SHOWN = 3
@@ -72,6 +72,10 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
         return [one.name for one in self.labels.classes]
 
     @property
+    def pixel_format(self) -> PixelFormat:
+        return make_pixel_format(self.config.data, self.config.model.in_chans)
+
+    @property
     def to_tensor(self) -> Callable[[AnyImage], Tensor]:
         """See Predictor.to_tensor; whole images, resized as the run's inference settings say, without windows."""
         return partial(resized_tensor, min_size=self.config.inference.min_size, mean_std=self.mean_std)
@@ -100,7 +104,7 @@ class SegmentationPredictor(DrawingPredictor[Indices]):
             "legend": draw_legend(shares),
         }
         record = {"classes": [{"name": one.name, "share": share} for one, share in shares]}
-        shown = [f"{one.name} {percent(share)}" for one, share in shares]
+        shown = [f"{one.name} {whole_percent(share)}" for one, share in shares]
         return Rendering(drawings, record, shorten_list(shown, CLASSES_SHOWN))
 
     def description(self, options: SegmentationEvalOptions) -> str:
@@ -132,7 +136,6 @@ def load_segmenter(run: str, *, checkpoint: str | None = None) -> SegmentationPr
         labels,
         mean_and_std(config.model, config.data),
         max_pixels=config.data.max_pixels or MOST_PIXELS,
-        pixels=pixel_format(config.data, config.model.in_chans),
     )
 
 

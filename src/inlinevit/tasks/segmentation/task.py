@@ -6,17 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...data.batch_plan import BatchPlan
-from ...data.images import open_image
 from ...data.loader import TrainLoader
 from ...engine.evaluator import EvalData
 from ...engine.runs import Run
-from ...engine.task import Task
-from ...models.factory import check_model_name
 from ...utils.memory import require_memory_for_images
 from .. import TASKS
 from ..backbone import mean_and_std, padding_color
-from ..describe import describe_start
-from ..pixels import pixel_format, settle_pixels
+from ..dense import DenseTask
 from .ade import open_ade
 from .config import SegmentationConfig, SegmentationDataConfig, SegmentationEvalOptions
 from .dataset import make_train_loader
@@ -27,21 +23,19 @@ from .model import build_segmenter
 from .predictor import LABELS_JSON, SegmentationPredictor, evaluation_labels, load_segmenter
 
 
-class Segmentation(Task, config=SegmentationConfig, command=TASKS["segmentation"].command, metric="miou"):
+class Segmentation(DenseTask, config=SegmentationConfig, command=TASKS["segmentation"].command, metric="miou"):
     """Semantic segmentation."""
 
     config: SegmentationConfig
 
     def __init__(self, config: SegmentationConfig) -> None:
         super().__init__(config)
-        check_model_name(config.model.backbone)
         channels = config.model.in_chans
         self.labels = open_labels(config.data, config.model.num_classes)
+        self.num_classes = len(self.labels.classes)
         self.train_source = open_ade(config.data, self.labels, training=True, channels=channels)
+        self.resolve_inputs()
         self.eval_source = open_ade(config.data, self.labels, training=False, channels=channels)
-        files = self.train_source.image_files
-        settle_pixels(config.data, channels, len(files), lambda index: open_image(files[index]))
-        self.train_source.mode = self.eval_source.mode = pixel_format(config.data, channels)
         self.mean_std = mean_and_std(config.model, config.data)
         crop, remedy = config.augment.crop_size, "choose a smaller data.batch_size, or augment.crop_size"
         require_memory_for_images(config.data.batch_size, channels, crop, crop, remedy)
@@ -49,12 +43,7 @@ class Segmentation(Task, config=SegmentationConfig, command=TASKS["segmentation"
         self.check_run_output(inputs)
 
     def build_model(self) -> nn.Module:
-        return build_segmenter(self.config.model, len(self.labels.classes))
-
-    def describe(self) -> str:
-        config = self.config
-        name = f"{config.model.arch} on {config.model.backbone} for {len(self.labels.classes)} classes"
-        return describe_start(name, config, self.train_source, self.eval_source)
+        return build_segmenter(self.config.model, self.num_classes)
 
     def train_loader(self, plan: BatchPlan) -> TrainLoader:
         config = self.config

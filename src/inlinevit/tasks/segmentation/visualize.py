@@ -64,7 +64,7 @@ def draw_legend(
         text_size: Of its letters, in pixels.
     """
     font = load_font(text_size)
-    texts = [f"{one.name} {percent(share)}" for one, share in shares[:MOST_NAMED]]
+    texts = [f"{one.name} {whole_percent(share)}" for one, share in shares[:MOST_NAMED]]
     more = len(shares) - len(texts)
     swatch = round(font.size)
     margin = round(font.size / 2)
@@ -85,6 +85,6 @@ def draw_legend(
     return legend
 
 
-def percent(share: float) -> str:
+def whole_percent(share: float) -> str:
     """Return a share in percent, for people."""
     return "< 1 %" if share < 0.005 else f"{100 * share:.0f} %"

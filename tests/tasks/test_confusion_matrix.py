@@ -7,7 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from inlinevit.tasks.confusion import confused_classes, confusion_section, draw_confusion, most_confused
+from inlinevit.tasks.confusion_matrix import (
+    confused_classes,
+    confusion_matrix_section,
+    draw_confusion_matrix,
+    most_confused,
+)
 
 
 def test_most_confused() -> None:
@@ -25,7 +30,7 @@ def test_pictures_are_large_enough_and_show_the_matrix(classes: int, tmp_path: P
     pictures = []
     for other in (0, 10):
         confusion[-1, 0] = other
-        draw_confusion(confusion, names, tmp_path / "confusion.png")
+        draw_confusion_matrix(confusion, names, tmp_path / "confusion.png")
         with Image.open(tmp_path / "confusion.png") as picture:
             pictures.append(np.asarray(picture.convert("RGB")).astype(int))
     # A pixel a class at least, and a mistake changes the picture.
@@ -35,7 +40,9 @@ def test_pictures_are_large_enough_and_show_the_matrix(classes: int, tmp_path: P
 
 
 def test_a_picture_without_images_can_be_drawn(tmp_path: Path) -> None:
-    draw_confusion(torch.zeros(60, 60, dtype=torch.long), [str(index) for index in range(60)], tmp_path / "none.png")
+    draw_confusion_matrix(
+        torch.zeros(60, 60, dtype=torch.long), [str(index) for index in range(60)], tmp_path / "none.png"
+    )
     assert (tmp_path / "none.png").stat().st_size > 1000
 
 
@@ -48,14 +55,14 @@ def test_latex_is_not_started_for_names_of_classes(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(texmanager.TexManager, "_run_checked_subprocess", start)
     with rc_context({"text.usetex": True}):
-        draw_confusion(torch.eye(3), ["\\input{x}", "b", "c"], tmp_path / "confusion.png")
+        draw_confusion_matrix(torch.eye(3), ["\\input{x}", "b", "c"], tmp_path / "confusion.png")
     assert (tmp_path / "confusion.png").stat().st_size > 1000
 
 
 def test_the_page_has_the_most_confused_of_many_classes() -> None:
     confusion = torch.eye(3000, dtype=torch.long) * 4
     confusion[7, 2000], confusion[2000, 7], confusion[5, 6] = 3, 2, 1
-    section = confusion_section(confusion, [f"<{index}>" for index in range(3000)])
+    section = confusion_matrix_section(confusion, [f"<{index}>" for index in range(3000)])
     picture, table = section.blocks
     assert confused_classes(confusion, 20) == [5, 6, 7, 2000]
     assert confused_classes(confusion, 3) == [7, 2000]
@@ -71,5 +78,5 @@ def test_the_page_has_the_most_confused_of_many_classes() -> None:
 
 
 def test_the_page_without_mistakes() -> None:
-    (text,) = confusion_section(torch.eye(3), ["a", "b", "c"]).blocks
+    (text,) = confusion_matrix_section(torch.eye(3), ["a", "b", "c"]).blocks
     assert "No class was taken for another one" in text.html()

@@ -160,7 +160,7 @@ class Stage(nn.Module):
                 module.pos_embed = resample.set_grid(cast(nn.Parameter, module.pos_embed), grid)
 
 
-class Backbone(nn.Module):
+class InLineViT(nn.Module):
     """Stages, a norm and a head, with the interface of timm's models.
 
     The positional arguments are those of a family; the keyword arguments are the same for all families.

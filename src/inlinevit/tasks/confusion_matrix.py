@@ -39,7 +39,7 @@ def most_confused(confusion: Tensor, count: int) -> list[tuple[int, int, int]]:
     return [(*divmod(place, classes), int(mistakes[place])) for place in order if mistakes[place] > 0]
 
 
-def confusion_section(confusion: Tensor, classes: Sequence[str], *, unit: str = "images") -> Section:
+def confusion_matrix_section(confusion: Tensor, classes: Sequence[str], *, unit: str = "images") -> Section:
     """Return the section of evaluation.html: the matrix, of many classes only the most confused, and the mistakes."""
     pairs = most_confused(confusion, PAIRS_SHOWN)
     if not pairs:
@@ -50,7 +50,7 @@ def confusion_section(confusion: Tensor, classes: Sequence[str], *, unit: str = 
         caption = (
             f"The {len(shown)} of {len(classes):,} classes with the most frequent mistakes, in % of the true class."
         )
-    figure = confusion_figure(confusion, classes, unit=unit, shown=shown)
+    figure = confusion_matrix_figure(confusion, classes, unit=unit, shown=shown)
     totals = confusion.sum(dim=1).tolist()
     rows = [
         [classes[true], classes[guess], f"{count:,}", f"{100 * count / totals[true]:.1f}"]
@@ -72,8 +72,8 @@ def confused_classes(confusion: Tensor, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, *, unit: str = "images") -> None:
-    """A picture of a confusion matrix; see confusion_figure.
+def draw_confusion_matrix(confusion: Tensor, classes: Sequence[str], file: str | Path, *, unit: str = "images") -> None:
+    """A picture of a confusion matrix; see confusion_matrix_figure.
 
     Args:
         confusion: (classes, classes) images, or whatever is counted, by true and by predicted class.
@@ -82,7 +82,7 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, 
         unit: What is counted.
     """
     content = io.BytesIO()
-    figure = confusion_figure(confusion, classes, unit=unit)
+    figure = confusion_matrix_figure(confusion, classes, unit=unit)
     # LaTeX must not be started now, either.
     with matplotlib.rc_context({"text.usetex": False}):
         figure.savefig(content, format=Path(file).suffix.removeprefix("."))
@@ -92,7 +92,7 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], file: str | Path, 
 # The names of classes come from data, and LaTeX would interpret them: matplotlib must not start it, whatever a
 # matplotlibrc in the current folder says.
 @matplotlib.rc_context({"text.usetex": False})
-def confusion_figure(
+def confusion_matrix_figure(
     confusion: Tensor, classes: Sequence[str], *, unit: str = "images", shown: Sequence[int] | None = None
 ) -> Figure:
     """A picture of a confusion matrix; with many classes, the most frequent mistakes are listed beside it.
