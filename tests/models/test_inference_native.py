@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,6 +49,20 @@ SMALL: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
         InLineCSWin,
         {"embed_dim": 16, "depths": (1, 1, 2, 1), "num_heads": (2, 2, 4, 8), "window_size": 3},
     ),
+    "deit, softmax": (InLineDeiT, {"embed_dim": 48, "num_heads": 2, "depth": 2, "attention": "softmax"}),
+    "swin, softmax": (
+        InLineSwin,
+        {"embed_dim": 16, "depths": (2, 2, 2, 1), "num_heads": (1, 2, 4, 8), "attention": "softmax"},
+    ),
+    "cswin, mixed": (
+        InLineCSWin,
+        {
+            "embed_dim": 16,
+            "depths": (1, 1, 2, 1),
+            "num_heads": (2, 2, 4, 8),
+            "attention": ("softmax", "inline", ("inline", "softmax"), "softmax"),
+        },
+    ),
 }
 
 
@@ -77,7 +90,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry for each block that is computed natively: whether for the prefix tokens only."""
     found: list[bool] = []
     call = kernels.PackedBlock.__call__
@@ -87,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         return call(self, x, windows, prefix_only=prefix_only)
 
     monkeypatch.setattr(kernels.PackedBlock, "__call__", record)
-    yield found
+    return found
 
 
 def count_blocks(model: nn.Module) -> int:
@@ -119,7 +132,7 @@ def test_same_outputs_with_options(name: str, options: dict[str, Any], calls: li
 def test_features_only(name: str, calls: list[bool]) -> None:
     torch.manual_seed(0)
     depth = {"depth": 4} if "deit" in name else {"depths": (1, 1, 1, 1)}
-    model = timm.create_model(name, features_only=True, img_size=64, attention="inline", **depth).eval()
+    model = timm.create_model(name, features_only=True, img_size=64, **depth).eval()
     x = images(1, 3, 64, 96)
     with torch.no_grad():
         for found, expected in zip(optimize(model)(x), model(x), strict=True):
@@ -160,7 +173,8 @@ def test_wrong_tokens_are_refused_as_before() -> None:
     [
         {"attention": "linear"},
         {"attn_kwargs": {"feature_map": "relu"}},
-        {"attn_kwargs": {"path": "quadratic"}},
+        {"attn_kwargs": {"path": "explicit"}},
+        {"attention": "softmax", "attn_kwargs": {"unit_queries": True}},
     ],
     ids=str,
 )
@@ -168,6 +182,13 @@ def test_other_blocks_compute_as_before(options: dict[str, Any], calls: list[boo
     model = make("deit", **options)
     assert error(optimize(model)(images(1, 3, 64, 64)), model(images(1, 3, 64, 64))) < 1e-5
     assert calls == []
+
+
+def test_softmax_with_reduced_keys(calls: list[bool]) -> None:
+    """As in PVT: blocks of the last stage, without a reduction, compute natively."""
+    model = make("pvt", attention="softmax")
+    assert error(optimize(model)(images(1, 3, 64, 96)), model(images(1, 3, 64, 96))) < 1e-5
+    assert calls == [False]
 
 
 def change_activation(block: Block) -> None:
@@ -214,7 +235,7 @@ def test_changed_modules_are_computed_as_they_are(change: Any, when: str, calls:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("part", ["attn", "attn.qkv", "mlp.drop1", "norm2", "attn.layout"])
+@pytest.mark.parametrize("part", ["attn", "attn.qkv", "mlp.drop1", "norm2"])
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 def test_hooks_are_called(part: str, register: str, calls: list[bool]) -> None:
     model = make("deit")
@@ -260,7 +281,7 @@ def test_other_precisions(dtype: torch.dtype, options: dict[str, Any], calls: li
     calls.clear()
     found = optimized.to(dtype)(images(1, 3, 64, 64).to(dtype))
     assert calls == []
-    assert torch.equal(found, optimize(model.to(dtype))(images(1, 3, 64, 64).to(dtype)))
+    assert torch.equal(found, optimize(model.to(dtype), **options)(images(1, 3, 64, 64).to(dtype)))
     optimized.float()
     again = optimized(images(1, 3, 64, 64))
     assert len(calls) == count_blocks(model)
@@ -543,11 +564,10 @@ def test_other_types_are_refused(dtype: Any) -> None:
 # Graphs
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("compile", "options"), [(False, {}), (True, {"dtype": "int8"})], ids=str)
 def test_compiled_and_exported(compile: bool, options: dict[str, Any]) -> None:
     """A graph has the operations of the plain model: packed weights could not follow the weights."""
-    model, x = make("pvt"), images(1, 3, 64, 64)
+    model, x = make("deit, avg"), images(1, 3, 64, 64)
     optimized = inlinevit.optimize_for_inference(model, compile=compile, **options)
     optimized(x)
     with torch.no_grad():
@@ -556,7 +576,7 @@ def test_compiled_and_exported(compile: bool, options: dict[str, Any]) -> None:
         assert "inlinevit.block" not in str(program.graph)
         compiled = torch.compile(optimized, backend="eager")
         assert error(compiled(x), model(x)) < 1e-5
-        other = make("pvt", seed=1)
+        other = make("deit, avg", seed=1)
         optimized.load_state_dict(other.state_dict())
         assert error(compiled(x), other(x)) < 1e-5
 

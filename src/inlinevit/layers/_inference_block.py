@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from timm.layers import DropPath, Mlp
@@ -18,6 +18,7 @@ from .block import Block
 from .feature_map import FeatureMap
 from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap, merge_heads
+from .softmax_attention import SoftmaxAttention
 
 
 class InferenceBlock(Block):
@@ -107,10 +108,15 @@ def pack_block(block: Block, *, int8: bool) -> kernels.PackedBlock | None:
         block: The block, with float32 weights on the CPU.
         int8: Quantise the linear layers.
     """
-    attn, mlp = block.attn, block.mlp
-    if not (is_native(block) and isinstance(attn, InLineAttention)):
+    if not is_native(block):
         return None
-    residual = attn.local_residual
+    attn, mlp = cast(InLineAttention | SoftmaxAttention, block.attn), block.mlp
+    options: dict[str, Any] = {}
+    if isinstance(attn, SoftmaxAttention):
+        options = {"softmax": True, "relative_window": attn.relative_window}
+        options["relative_position_bias_table"] = attn.relative_position_bias_table
+    elif attn.local_residual is not None:
+        options["local_residual"] = (attn.local_residual.fc1, attn.local_residual.fc2)
     return kernels.pack_block(
         norm1=block.norm1,
         qkv=attn.qkv,
@@ -119,33 +125,42 @@ def pack_block(block: Block, *, int8: bool) -> kernels.PackedBlock | None:
         fc1=cast(nn.Linear, mlp.fc1),
         fc2=cast(nn.Linear, mlp.fc2),
         num_heads=attn.num_heads,
-        local_residual=None if residual is None else (residual.fc1, residual.fc2),
         lepe=attn.lepe,
         context_before_norm=block.context_before_norm,
         int8=int8,
+        **options,
     )
 
 
 # Modules in blocks that the native kernel computes; subclasses of them may compute something else.
 NATIVE_PARTS = {
-    *(InLineAttention, FeatureMap, LocalResidual, WholeMap, SquareWindows, CrossStripes, Mlp, DropPath, Int8Linear),
+    *(InLineAttention, FeatureMap, LocalResidual, SoftmaxAttention, WholeMap, SquareWindows, CrossStripes),
+    *(Mlp, DropPath, Int8Linear),
     *(nn.LayerNorm, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GELU, nn.Dropout, nn.Identity),
 }
 
 
 def is_native(block: Block) -> bool:
-    """Return whether the native kernel computes a block: InLine attention with φ = identity, and a plain MLP."""
+    """Return whether the native kernel computes a block: with InLine or softmax attention, and a plain MLP."""
     attn, mlp = block.attn, block.mlp
     return (
         kernels.available()
         and {type(part) for child in block.children() for part in child.modules()} <= NATIVE_PARTS
-        and isinstance(attn, InLineAttention)
-        and attn.feature_map.name == "identity"
-        and attn.path in (None, "native")
+        and (is_native_inline(attn) or is_native_softmax(attn))
+        and (attn.lepe is None or cast(nn.Conv2d, attn.lepe).kernel_size == (3, 3))
         and all(isinstance(norm, nn.LayerNorm) and norm.bias is not None for norm in (block.norm1, block.norm2))
-        and (attn.lepe is None or attn.lepe.kernel_size == (3, 3))
         and isinstance(mlp, Mlp)
         and isinstance(mlp.act, nn.GELU)
         and mlp.act.approximate == "none"
         and isinstance(mlp.norm, nn.Identity)
     )
+
+
+def is_native_inline(attn: nn.Module) -> bool:
+    """Return whether the native kernel computes an attention: InLine with φ = identity."""
+    return isinstance(attn, InLineAttention) and attn.feature_map.name == "identity" and attn.path in (None, "native")
+
+
+def is_native_softmax(attn: nn.Module) -> bool:
+    """Return whether the native kernel computes an attention: softmax of all keys in a window."""
+    return isinstance(attn, SoftmaxAttention) and attn.reduce is None and not attn.unit_queries
