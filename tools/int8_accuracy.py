@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import inlinevit
 from inlinevit.report import Table, markdown_table
@@ -30,14 +29,14 @@ def compare(run: str) -> tuple[str, ...]:
     loader, unreadable = evaluator.loader(0, 1), UnreadableCounter(evaluator.config.max_unreadable)
     right, cosines, changed = [0, 0], [], 0
     for images, labels in drop_unreadable(loader, unreadable, evaluator.labels):
-        logits: list[Tensor] = [model(images) for model in models]
-        guesses = [one.argmax(dim=1) for one in logits]
+        float32, int8 = (model(images) for model in models)
+        guesses = [logits.argmax(dim=1) for logits in (float32, int8)]
         right = [count + int((guess == labels).sum()) for count, guess in zip(right, guesses, strict=True)]
         changed += int((guesses[0] != guesses[1]).sum())
-        cosines.append(torch.cosine_similarity(*logits))
+        cosines.append(torch.cosine_similarity(float32, int8))
     cosine = torch.cat(cosines)
-    float32, int8 = (100 * count / len(cosine) for count in right)
-    values = (f"{float32:.2f}", f"{int8:.2f}", f"{int8 - float32:+.2f}", f"{100 * changed / len(cosine):.2f}")
+    before, after = (100 * count / len(cosine) for count in right)
+    values = (f"{before:.2f}", f"{after:.2f}", f"{after - before:+.2f}", f"{100 * changed / len(cosine):.2f}")
     return run, str(len(cosine)), *values, f"{cosine.mean():.6f}", f"{cosine.min():.4f}"
 
 

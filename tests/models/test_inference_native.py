@@ -349,7 +349,12 @@ def test_torch_func_and_forward_mode(calls: list[bool]) -> None:
     assert calls == []
     other = make("deit", seed=1)
     assert error(torch.func.functional_call(optimized, dict(other.named_parameters()), (x,)), other(x)) < 1e-5
+    tensors = {name: parameter.data for name, parameter in other.named_parameters()}
+    calls.clear()
+    assert error(torch.func.functional_call(optimized, tensors, (x,)), other(x)) < 1e-5
+    assert calls == []
     assert error(optimized(x), model(x)) < 1e-5
+    assert len(calls) == 3
 
 
 def test_operations_are_counted() -> None:

@@ -1,6 +1,7 @@
 """Packed weights of modules that compute natively: they follow the weights of the modules."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -10,6 +11,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as module_hooks
 
 T = TypeVar("T")
+
+# Faster than generators.
+is_training, requires_grad = attrgetter("training"), attrgetter("requires_grad")
 
 
 def is_plain(x: Tensor) -> bool:
@@ -76,46 +80,52 @@ class WeightState(Generic[T]):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.parts = list(module.modules())
-        self.children = [(part._modules, *child) for part in self.parts for child in part._modules.items()]
-        self.parameters = [
-            (part._parameters, name, parameter, parameter.data_ptr(), parameter._version)
-            for part in self.parts
-            for name, parameter in part._parameters.items()
-            # Changes of inference tensors are not counted.
-            if parameter is not None and not parameter.is_inference()
+        parts = list(module.modules())
+        # The module's parts and parameters, as (dictionary, name, part or parameter).
+        self.members = [
+            (members, *member)
+            for part in parts
+            for members in (part._modules, part._parameters)
+            for member in members.items()
+        ]
+        self.parameters = parameters = list(module.parameters())
+        # Tensors of other types may have no address, and changes of inference tensors are not counted.
+        self.weights = [
+            (parameter, parameter.data_ptr(), parameter._version)
+            for parameter in parameters
+            if type(parameter) is nn.Parameter and not parameter.is_inference()
         ]
         # Aliases: the memory is not reused, so that other values cannot have the same address.
-        self.aliases = [parameter.detach() for _, _, parameter, _, _ in self.parameters]
-        self.random_parts = [part for part in self.parts if part is module or isinstance(part, nn.Dropout | DropPath)]
+        self.aliases = [parameter.detach() for parameter, _, _ in self.weights]
+        # Whether all weights can be followed, are float32 on a CPU, and in modules with the forward of their class.
+        self.can_pack = (
+            len(self.weights) == len(parameters)
+            and all(parameter.dtype == torch.float32 and parameter.is_cpu for parameter in parameters)
+            and not any("forward" in vars(part) for part in parts[1:])
+        )
+        self.random_parts = [part for part in parts if part is module or isinstance(part, nn.Dropout | DropPath)]
         # Hooks of the module itself are called in any case.
         self.hooks = [
             hooks
-            for part in self.parts[1:]
+            for part in parts[1:]
             for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
         ]
         self.hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
-        weights = [parameter for part in self.parts for parameter in part.parameters(recurse=False)]
-        # Whether the weights can be followed, are float32 on a CPU, and in modules with the forward of their class.
-        self.can_pack = len(weights) == len(self.parameters) and all(
-            type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.is_cpu for weight in weights
-        )
-        self.can_pack &= not any("forward" in vars(part) for part in self.parts[1:])
         self.is_packed = False
         self.packed: T | None = None
 
     def is_current(self) -> bool:
         """Return whether the module has the same parts and the same weights as before."""
-        for parts, name, part in self.children:
-            if parts.get(name) is not part:
+        for members, name, member in self.members:
+            if members.get(name) is not member:
                 return False
-        for parameters, name, parameter, address, known in self.parameters:
-            if parameters.get(name) is not parameter or parameter.data_ptr() != address or parameter._version != known:
+        for parameter, address, version in self.weights:
+            if parameter.data_ptr() != address or parameter._version != version:
                 return False
         return True
 
     def is_inference(self) -> bool:
         """Return whether no hooks, no dropout and no gradient of the weights need the modules themselves."""
-        if any(self.hooks) or any(part.training for part in self.random_parts):
+        if any(self.hooks) or any(map(is_training, self.random_parts)):
             return False
-        return not (torch.is_grad_enabled() and any(entry[2].requires_grad for entry in self.parameters))
+        return not (torch.is_grad_enabled() and any(map(requires_grad, self.parameters)))
