@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import Block, CrossStripes, SquareWindows, WholeMap
+from .layers._inference_block import attend_prefix
 from .layers.base_attention import BaseAttention, add_convolution, join_head_groups
 from .layers.layouts import merge_heads, padding_mask, window_reverse
 from .layers.registry import ATTENTIONS, attention_name, contract_problem, find_attention, overrides
-from .models.inference import attend_prefix, optimize_for_inference
+from .models.inference import optimize_for_inference
 from .models.inline_cswin import InLineCSWin
 from .models.inline_deit import InLineDeiT
 from .models.inline_pvt import InLinePVT

@@ -16,7 +16,7 @@ VARIANT_VARIABLE = "INLINEVIT_KERNELS"
 LIBRARY_VARIABLE = "INLINEVIT_KERNELS_LIBRARY"
 
 # Of native/api.h.
-API_VERSION = 1
+API_VERSION = 2
 
 
 class CWindows(Structure):
@@ -62,15 +62,14 @@ class CBlock(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("batch", "prefix", "num_heads", "head_dim", "threads")),
-        ("prefix_only", c_int64),
-        ("context_before_norm", c_int64),
+        *((name, c_int64) for name in ("prefix_only", "context_before_norm", "softmax", "relative_window")),
         *((name, c_double) for name in ("scale", "norm1_eps", "norm2_eps")),
         ("num_head_groups", c_int64),
         ("windows", CWindows * 2),
         *((name, c_void_p) for name in ("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias")),
         *((name, CLinear) for name in ("qkv", "proj", "fc1", "fc2")),
         *((name, c_void_p) for name in ("local1_weight", "local1_bias", "local2_weight", "local2_bias")),
-        *((name, c_void_p) for name in ("lepe_weight", "lepe_bias")),
+        *((name, c_void_p) for name in ("lepe_weight", "lepe_bias", "relative_bias")),
     ]
 
 

@@ -1,5 +1,6 @@
-"""The transformer block with InLine attention for inference: one operator, float32 or int8."""
+"""The transformer block with InLine or softmax attention for inference: one operator, float32 or int8."""
 
+import math
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from .attention import OPS, WindowSizes, check_windows
 from .packing import PackedLinear, describe_linear, pack_linear
 
 # The tensors of a packed block: these, then four of each linear layer.
-OPTIONAL = ("local1_weight", "local1_bias", "local2_weight", "local2_bias", "lepe_weight", "lepe_bias")
+LOCAL = ("local1_weight", "local1_bias", "local2_weight", "local2_bias")
+OPTIONAL = (*LOCAL, "lepe_weight", "lepe_bias", "relative_bias")
 VECTORS = ("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias", *OPTIONAL)
 LINEARS = ("qkv", "proj", "fc1", "fc2")
-# The kernel reads whole vectors of LePE's bias.
-LEPE_PADDING = 16
+# The kernel reads whole vectors of LePE's bias and of the biases of relative positions.
+PADDING = 16
 # Tokens that the kernel computes at once (native/block.h); the prefix tokens of an image are not divided.
 TILE_TOKENS = 128
 
@@ -36,6 +38,8 @@ class PackedBlock:
         context_before_norm: Whether the local residual's mean token is that of the block's input, or of its norm.
         norm1_eps: eps of the first norm.
         norm2_eps: eps of the second norm.
+        softmax: Whether attention is softmax, or InLine.
+        relative_window: See pack_block.
     """
 
     tensors: tuple[Tensor, ...]
@@ -44,6 +48,8 @@ class PackedBlock:
     context_before_norm: bool
     norm1_eps: float
     norm2_eps: float
+    softmax: bool
+    relative_window: int
 
     def __call__(self, x: Tensor, windows: Sequence[WindowSizes], *, prefix_only: bool = False) -> Tensor:
         """Map tokens to tokens, without a gradient.
@@ -65,7 +71,16 @@ class PackedBlock:
     @property
     def options(self) -> tuple[Any, ...]:
         """All that is not a tensor, as describe_block takes it."""
-        return (self.hidden_dim, self.num_heads, self.context_before_norm, self.norm1_eps, self.norm2_eps)
+        names = (
+            "hidden_dim",
+            "num_heads",
+            "context_before_norm",
+            "norm1_eps",
+            "norm2_eps",
+            "softmax",
+            "relative_window",
+        )
+        return tuple(vars(self)[name] for name in names)
 
     @cached_property
     def description(self) -> CBlock:
@@ -88,9 +103,12 @@ def pack_block(
     local_residual: tuple[nn.Conv1d, nn.Conv1d] | None = None,
     lepe: nn.Conv2d | None = None,
     context_before_norm: bool = False,
+    softmax: bool = False,
+    relative_position_bias_table: Tensor | None = None,
+    relative_window: int = 0,
     int8: bool = False,
 ) -> PackedBlock:
-    """Pack the modules of layers.Block with InLineAttention (φ = identity) and a plain MLP.
+    """Pack the modules of layers.Block with InLineAttention (φ = identity) or SoftmaxAttention, and a plain MLP.
 
     Args:
         norm1: Before attention.
@@ -103,8 +121,15 @@ def pack_block(
         local_residual: fc1 and fc2 of LocalResidual.
         lepe: LePE, a depthwise 3×3 convolution.
         context_before_norm: See PackedBlock.
+        softmax: Whether attention is softmax, which has no local residual, or InLine.
+        relative_position_bias_table: Biases of relative positions for softmax, ((2 · relative_window - 1)², heads).
+        relative_window: The side of the windows that they are made for; smaller ones use the middle of the table.
         int8: Quantise the weights of the four linear layers.
     """
+    if softmax and local_residual is not None:
+        raise ValueError("softmax attention has no local residual: leave out local_residual")
+    if not softmax and relative_position_bias_table is not None:
+        raise ValueError("InLine attention has no biases of relative positions: leave out the table, or pass softmax")
     channels = proj.out_features
     width = channels // num_heads
     tensors = [parameter.detach() for norm in (norm1, norm2) for parameter in (norm.weight, norm.bias)]
@@ -120,17 +145,33 @@ def pack_block(
         tensors += [torch.empty(0)] * 2
     else:
         assert lepe.bias is not None
-        tensors += [lepe.weight.detach().view(channels, 9).t(), F.pad(lepe.bias.detach(), (0, LEPE_PADDING))]
+        tensors += [lepe.weight.detach().view(channels, 9).t(), F.pad(lepe.bias.detach(), (0, PADDING))]
+    if relative_position_bias_table is None:
+        tensors.append(torch.empty(0))
+        relative_window = 0
+    else:
+        # From the last position to the first, so that the biases of consecutive keys are consecutive; to base 2.
+        table = relative_position_bias_table.detach().t().flip(1) * math.log2(math.e)
+        tensors.append(F.pad(table.flatten(), (0, PADDING)))
     # Copies, also of what could be used as it is: the weights of the modules may change.
     packed = [tensor.to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
     for layer in (qkv, proj, fc1, fc2):
         packed += pack_linear(layer.weight, layer.bias, int8=int8)
-    return PackedBlock(tuple(packed), fc1.out_features, num_heads, context_before_norm, norm1.eps, norm2.eps)
+    return PackedBlock(
+        tuple(packed),
+        hidden_dim=fc1.out_features,
+        num_heads=num_heads,
+        context_before_norm=context_before_norm,
+        norm1_eps=norm1.eps,
+        norm2_eps=norm2.eps,
+        softmax=softmax,
+        relative_window=relative_window,
+    )
 
 
 OPS.define(
     "block(Tensor x, Tensor[] tensors, SymInt[] windows, int hidden_dim, int num_heads, bool context_before_norm, "
-    "float norm1_eps, float norm2_eps, bool prefix_only) -> Tensor"
+    "float norm1_eps, float norm2_eps, bool softmax, int relative_window, bool prefix_only) -> Tensor"
 )
 
 
@@ -156,6 +197,8 @@ def describe_block(
     context_before_norm: bool,
     norm1_eps: float,
     norm2_eps: float,
+    softmax: bool,
+    relative_window: int,
 ) -> CBlock:
     """Return the weights of a block for the library, which keeps no reference to them.
 
@@ -169,14 +212,17 @@ def describe_block(
     described = CBlock(num_heads=num_heads, head_dim=width, scale=width**-0.5)
     described.context_before_norm = context_before_norm
     described.norm1_eps, described.norm2_eps = norm1_eps, norm2_eps
+    described.softmax, described.relative_window = softmax, relative_window
     shapes: list[tuple[int, ...]] = [(channels,)] * 4
     shapes += [(num_heads, width, width), (channels,), (num_heads, width, 9, width), (9, channels)]
-    shapes += [(9, channels), (channels + LEPE_PADDING,)]
+    shapes += [(9, channels), (channels + PADDING,), (num_heads * (2 * relative_window - 1) ** 2 + PADDING,)]
     for name, shape, tensor in zip(VECTORS, shapes, tensors, strict=False):
         if tensor.numel() == 0 and name in OPTIONAL:
             continue
         if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} of a packed block must be float32 of shape {shape}, but it is {tensor.shape}")
+        if name in (LOCAL if softmax else ("relative_bias",)):
+            raise ValueError(f"{name} does not belong to a block with {'softmax' if softmax else 'InLine'} attention")
         setattr(described, name, tensor.data_ptr())
     sizes = [(channels, 3 * channels), (channels, channels), (channels, hidden_dim), (hidden_dim, channels)]
     for index, (name, size) in enumerate(zip(LINEARS, sizes, strict=True)):
@@ -199,6 +245,11 @@ def compute(weights: CBlock, x: Tensor, windows: Sequence[WindowSizes], prefix_o
         raise ValueError(f"expected the windows of one head group or of two, but got {windows}")
     map_height, map_width, height, width = windows[0][:4]
     prefix = x.shape[1] - map_height * map_width
+    if weights.relative_bias and (prefix > 0 or max(max(group[2:4]) for group in windows) > weights.relative_window):
+        raise ValueError(
+            f"biases of relative positions for windows of up to {weights.relative_window}×{weights.relative_window} do "
+            f"not fit {prefix} prefix tokens and {windows}"
+        )
     if prefix_only and (prefix == 0 or (height, width) != (map_height, map_width) or len(windows) > 1):
         raise ValueError("prefix_only needs prefix tokens, and one window that covers the map")
     if prefix_only and prefix > TILE_TOKENS:

@@ -26,6 +26,9 @@ def linear(x: Tensor, layer: PackedLinear, outputs: int, *, gelu: bool = False) 
     Returns:
         (…, outputs).
     """
+    if type(x) is Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        # The dispatcher would take longer than a small layer.
+        return compute(x, layer, outputs, gelu)
     return torch.ops.inlinevit.linear(x, *layer, outputs, gelu)
 
 
@@ -38,16 +41,22 @@ def make_output(
 
 
 @torch.library.impl("inlinevit::linear", "CPU", lib=OPS)
-def compute(x: Tensor, weight: Tensor, bias: Tensor, scales: Tensor, sums: Tensor, outputs: int, gelu: bool) -> Tensor:
+def linear_on_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor, scales: Tensor, sums: Tensor, outputs: int, gelu: bool
+) -> Tensor:
     """Compute linear."""
-    if x.dtype != torch.float32:
-        raise ValueError(f"the native linear layer computes in float32, but x is {x.dtype}")
+    return compute(x, PackedLinear(weight, bias, scales, sums), outputs, gelu)
+
+
+def compute(x: Tensor, layer: PackedLinear, outputs: int, gelu: bool) -> Tensor:
+    """Compute linear."""
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(f"the native linear layer computes with float32 on the CPU, but x is {x.dtype} on {x.device}")
     inputs = x.shape[-1]
-    layer = describe_linear(PackedLinear(weight, bias, scales, sums), inputs, outputs)
+    described = describe_linear(layer, inputs, outputs)
     out = x.new_empty(*x.shape[:-1], outputs)
     if out.numel() > 0:
         x = x.contiguous()
-        call(
-            "linear", byref(layer), out.numel() // outputs, torch.get_num_threads(), gelu, x.data_ptr(), out.data_ptr()
-        )
+        rows, threads = out.numel() // outputs, torch.get_num_threads()
+        call("linear", byref(described), rows, threads, gelu, x.data_ptr(), out.data_ptr())
     return out

@@ -2,40 +2,64 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..layers import BaseAttention, Block, ResamplePosEmbed
+from .. import kernels
+from ..layers import BaseAttention, Block, ConvEmbed, ResamplePosEmbed
 from ..layers._cached_pos_embed import CachedResamplePosEmbed
-from ..layers._chunks import has_hooks, records_graph
-from ..layers.layouts import merge_heads
+from ..layers._chunks import records_graph
+from ..layers._inference_block import InferenceBlock, is_native
+from ..layers._native_linear import Int8Linear, PatchConv2d, has_separate_patches
+from ..layers._packed import is_plain
 from ._inline_vit import InLineViT, as_image
 
 # Up to this many pixels per call, compiling the model as a whole is fastest; beyond, compiled branches in chunks are.
 FEW_PIXELS = 2**19
 
 
-def optimize_for_inference(model: nn.Module, *, compile: bool = True) -> nn.Module:
+def optimize_for_inference(
+    model: nn.Module, *, dtype: str | torch.dtype | None = None, compile: bool = True
+) -> nn.Module:
     """Return a copy of a model that gives the same outputs faster, without gradients.
 
-    The copy is in evaluation mode. Resized positions are cached for each input size. A plain transformer whose head
-    only uses the class token computes only that in its last block. Compilation happens at the first call: of the whole
-    model for small inputs, of attention and MLP for large ones. The weights may change afterwards, by load_state_dict,
-    half() or to(): outputs are those of the new weights.
+    The copy is in evaluation mode. On a CPU in float32, blocks are computed by one native kernel each where there are
+    kernels (see `inlinevit info`): blocks with InLine attention and a plain MLP. Resized positions are cached for each
+    input size. A plain transformer whose head only uses the class token computes only that in its last block.
+
+    What does not compute natively is compiled at the first call: attention and MLP of other blocks; on another device,
+    in another precision or without kernels the whole model for small inputs, attention and MLP for large ones.
+
+    The weights may change afterwards, by load_state_dict, in place, by half() or to(): outputs are those of the new
+    weights. Only values that are written through `.data` or a NumPy array go unnoticed. Native blocks have a packed
+    copy of their weights beside them, of the same size (int8: a quarter), which is not saved or copied.
 
     Args:
         model: A model with blocks of inlinevit, such as `timm.create_model("inline_deit_tiny")`, with or without
-            `features_only`; or another one after `replace_attention`, which is compiled as a whole for small inputs.
-        compile: Whether to compile. Without compilation, the first call is as fast as the others.
+            `features_only`; or another one after `replace_attention`.
+        dtype: "int8" to compute the linear layers in int8, with outputs that are almost the same: weights are
+            quantised for each output channel, activations for each token as they come, without calibration. All else,
+            and the head, stays in float32. By default, everything does.
+        compile: Whether to compile what does not compute natively. Without compilation, the first call is as fast as
+            the others.
 
     Returns:
         A model of the same class.
     """
-    model = deepcopy(model).eval().requires_grad_(False)
+    if dtype not in (None, "int8", torch.int8):
+        raise ValueError(f'dtype is {dtype!r}: it should be "int8", or None for the precision of the weights')
+    int8 = dtype is not None
+    if int8 and not kernels.available():
+        raise ValueError(
+            f"int8 needs the native kernels, which are not in use ({kernels.status().reason}): change that, see "
+            "`inlinevit info`, or leave out dtype"
+        )
+    # In inference mode, the copied weights would not count their changes.
+    with torch.inference_mode(False):
+        model = deepcopy(model).eval().requires_grad_(False)
     modules = list(model.modules())
     if not any(isinstance(module, Block | BaseAttention) for module in modules):
         raise ValueError(f"{type(model).__name__} has no block or attention of inlinevit: there is nothing to optimize")
@@ -45,83 +69,37 @@ def optimize_for_inference(model: nn.Module, *, compile: bool = True) -> nn.Modu
         if type(module) is ResamplePosEmbed:
             CachedResamplePosEmbed.replace(module)
         elif type(module) in (Block, InferenceBlock):
-            InferenceBlock.replace(cast(Block, module), compile_branches=compile)
+            InferenceBlock.replace(cast(Block, module), compile_branches=compile, int8=int8)
         elif isinstance(module, InLineViT) and "forward" not in vars(module):
             set_forward(module, ClassTokenForward(module).forward)
+    replace_linear_layers(model, int8=int8)
     if compile:
         set_forward(model, CompiledForward(model).forward)
     return model
 
 
+def replace_linear_layers(model: nn.Module, *, int8: bool) -> None:
+    """Replace linear layers, other than those of heads, by ones that compute in int8; and downsampling convolutions.
+
+    Args:
+        model: The model; if parts of it are models of inlinevit, only these are changed.
+        int8: Whether to compute in int8. If not, layers that did so before are restored.
+    """
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, InLineViT)] or [model]
+    for part in parts:
+        heads = part.get_classifier() if hasattr(part, "get_classifier") else ()
+        heads = heads if isinstance(heads, tuple) else (heads,)
+        in_heads = {module for head in heads if isinstance(head, nn.Module) for module in head.modules()}
+        for module in part.modules():
+            if type(module) is ConvEmbed and has_separate_patches(module.proj):
+                PatchConv2d.replace(module.proj, int8=int8)
+            elif type(module) in (nn.Linear, Int8Linear) and module not in in_heads:
+                Int8Linear.replace(module, int8=int8)
+
+
 def set_forward(model: nn.Module, forward: Callable[..., Any]) -> None:
     """Replace the forward of one model by a bound method, which is copied and pickled together with the model."""
     model.forward = forward
-
-
-@cache
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a compiled function, the same one for all blocks; importing the compiler takes seconds."""
-    return torch.compile(function)
-
-
-class InferenceBlock(Block):
-    """A block with compiled branches, and with an output for the prefix tokens alone."""
-
-    compile_branches: bool
-
-    @classmethod
-    def replace(cls, block: Block, *, compile_branches: bool) -> None:
-        """Change a block in place into one of this class; its parameters, hooks and names stay.
-
-        Args:
-            block: The block.
-            compile_branches: Whether to compile attention and MLP.
-        """
-        block.__class__ = cls
-        cast(InferenceBlock, block).compile_branches = compile_branches
-
-    def forward(self, x: Tensor, feat_size: tuple[int, int], prefix_only: bool = False) -> Tensor:
-        """Map tokens (batch, prefix + H·W, dim) to the same shape or, with prefix_only, to (batch, prefix, dim)."""
-        if not prefix_only:
-            return super().forward(x, feat_size)
-        prefix = x.shape[1] - feat_size[0] * feat_size[1]
-        # Hooks of attention get all tokens.
-        if has_hooks(self.attn) or not isinstance(self.attn, BaseAttention) or not self.attn.row_wise:
-            return super().forward(x, feat_size)[:, :prefix]
-        x = x[:, :prefix] + self.call_branch(attend_prefix, x, feat_size)
-        return x + self.mlp_branch(x, (0, 0))
-
-    def attention_branch(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """See Block.attention_branch."""
-        return self.call_branch(Block.attention_branch, x, feat_size)
-
-    def mlp_branch(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """See Block.mlp_branch."""
-        return self.call_branch(Block.mlp_branch, x, feat_size)
-
-    def call_branch(self, branch: Callable[..., Tensor], x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return branch(self, x, feat_size), compiled unless a graph is being recorded."""
-        if self.compile_branches and not records_graph(x):
-            branch = compiled(branch)
-        return branch(self, x, feat_size)
-
-
-def attend_prefix(block: Block, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-    """Compute norm → attention of a block for the prefix tokens alone, which have no local residual.
-
-    Args:
-        block: The block.
-        x: Tokens (batch, prefix + H·W, dim).
-        feat_size: (H, W) of the map.
-
-    Returns:
-        (batch, prefix, dim).
-    """
-    attn = cast(BaseAttention, block.attn)
-    prefix = x.shape[1] - feat_size[0] * feat_size[1]
-    ((q, k, v, windows),) = attn.partition(block.norm1(x), feat_size)
-    out = merge_heads(attn.attend(q[:, :, :prefix], k, v, windows))
-    return block.drop_path1(attn.proj_drop(attn.proj(out)))
 
 
 class ClassTokenForward:
@@ -151,7 +129,7 @@ class ClassTokenForward:
 
 
 class CompiledForward:
-    """The forward of a model: compiled as a whole for small inputs, unchanged for large ones.
+    """The forward of a model: compiled as a whole for small inputs, unchanged for large ones and for native blocks.
 
     A copy of the model has a copy of this object, which compiles the forward of that copy.
 
@@ -164,6 +142,11 @@ class CompiledForward:
         # None = the forward of the class, bound to the model that this object belongs to.
         self.replaced: Callable[..., Any] | None = vars(model).get("forward")
         self.compiled: Callable[..., Any] | None = None
+        # A compiled model computes nothing natively, since packed weights could not follow the weights.
+        self.is_native = any(
+            isinstance(module, Int8Linear) or (isinstance(module, InferenceBlock) and is_native(module))
+            for module in model.modules()
+        )
 
     @staticmethod
     def remove(model: nn.Module) -> None:
@@ -178,7 +161,7 @@ class CompiledForward:
         """Call the forward of the model."""
         forward = self.replaced or MethodType(type(self.model).forward, self.model)
         # While a graph is recorded, there is nothing to compile.
-        if records_graph(images) or not isinstance(images, Tensor):
+        if records_graph(images) or not isinstance(images, Tensor) or (self.is_native and is_plain(images)):
             return forward(images, *args, **kwargs)
         if images.dim() != 4 or images.shape[0] * images.shape[-2] * images.shape[-1] > FEW_PIXELS:
             return forward(images, *args, **kwargs)

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INLINEVIT_API_VERSION 1
+#define INLINEVIT_API_VERSION 2
 
 // Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
 #define INLINEVIT_PANEL 16
@@ -40,6 +40,10 @@ typedef struct {
   int64_t prefix_only;
   // The mean token of the local residual is that of the block's input, not of its norm.
   int64_t context_before_norm;
+  // Softmax attention, which has no local residual, instead of InLine attention.
+  int64_t softmax;
+  // The side of the largest window that relative_bias has positions for; 0 without it.
+  int64_t relative_window;
   double scale, norm1_eps, norm2_eps;
   int64_t num_head_groups;
   InlinevitWindows windows[2];
@@ -50,6 +54,9 @@ typedef struct {
   const float *local1_weight, *local1_bias, *local2_weight, *local2_bias;
   // LePE, or null: (9, channels) and (channels).
   const float *lepe_weight, *lepe_bias;
+  // Biases of relative positions, or null: (heads, (2 · relative_window − 1)²), from the last position to the first,
+  // in units of log 2, and 16 more numbers.
+  const float* relative_bias;
 } InlinevitBlock;
 
 typedef struct {

@@ -38,6 +38,14 @@ struct Grid {
     return column < padded_width ? column : column - padded_width;
   }
 
+  // Which side of the map a place of a shifted window comes from, 0 … 3: tokens of different sides share the window, but
+  // are not neighbours.
+  int side(long window, long y, long x) const {
+    const bool from_top = window / across * windows.height + y + windows.shift_up >= padded_height;
+    const bool from_left = window % across * windows.width + x + windows.shift_left >= padded_width;
+    return 2 * from_top + from_left;
+  }
+
   // The tokens at places begin … end − 1 of a window; −1 for padding.
   void find_tokens(long window, long begin, long end, int* tokens) const {
     long place = begin;
@@ -222,29 +230,10 @@ void finish_summary(T* summary, long stride, const long* counts, long parts, dou
 template <typename T>
 void apply_matrix(const T* const* rows, long count, long column, const T* matrix, const T* constant,
                   const Heads<T>& heads, T* out, long stride) {
-  constexpr int M = smaller(ROWS, 6);
-  const long width = heads.padded_width;
-  for (long i = 0; i < count; i += M) {
-    with_rows<M>(count - i, [&]<int R>() {
-      auto columns = [&]<int N>(long j) {
-        long offsets[N];
-        Vec<T> sums[R][N];
-        INLINEVIT_UNROLL for (int n = 0; n < N; ++n) {
-          offsets[n] = n * LANES<T>;
-          const Vec<T> initial = constant ? load(constant + j + offsets[n]) : Vec<T>{};
-          INLINEVIT_UNROLL for (int r = 0; r < R; ++r) sums[r][n] = initial;
-        }
-        const T* const* block = rows + i;
-        multiply_add<T>(sums, [=](int r) { return block[r] + column; }, matrix + j, width, offsets, heads.width);
-        INLINEVIT_UNROLL for (int r = 0; r < R; ++r) {
-          INLINEVIT_UNROLL for (int n = 0; n < N; ++n) store(out + (i + r) * stride + j + offsets[n], sums[r][n]);
-        }
-      };
-      long j = 0;
-      for (; j + 2 * LANES<T> <= width; j += 2 * LANES<T>) columns.template operator()<2>(j);
-      if (j < width) columns.template operator()<1>(j);
-    });
-  }
+  multiply_rows<T, smaller(ROWS, 6)>(
+      count, heads.padded_width / LANES<T>, [=](long i) { return rows[i] + column; }, matrix, heads.padded_width,
+      LANES<T>, heads.width, [=](long, long j) { return constant ? load(constant + j * LANES<T>) : Vec<T>{}; },
+      [=](long i, long j, Vec<T> sums) { store(out + i * stride + j * LANES<T>, sums); });
 }
 
 // Three rows of a map around a part of its middle row, with one more column on each side (Grid::find_row).
@@ -415,11 +404,23 @@ long summarize_places(const Attention<T>& attention, const T* qkv, long window, 
   return count;
 }
 
-// Attention and convolution at up to OUTPUT_TOKENS places, into buffers.out (places, padded channels); taps may be
-// null. buffers.tokens are the tokens of the places then.
+// out (places, padded channels) += bias + 3×3 convolution of the values, at up to OUTPUT_TOKENS places.
+template <typename T>
+void convolve_places(const Attention<T>& attention, const T* qkv, long window, long begin, long end, const T* taps,
+                     const T* bias, const AttentionBuffers<T>& buffers, T* out) {
+  const long stride = attention.heads.padded_channels;
+  attention.grid.for_rows(begin, end, [&](long y, long x, long count, long place) {
+    buffers.neighbours.find(attention.grid, qkv + attention.value_column, attention.stride, window, y, x, count,
+                            buffers.zeros);
+    convolve_row(buffers.neighbours, count, taps, bias, attention.heads, out + (place - begin) * stride, stride);
+  });
+}
+
+// Attention at up to OUTPUT_TOKENS places, into out (places, padded channels). buffers.tokens are the tokens of the
+// places then.
 template <typename T>
 void attend_places(const Attention<T>& attention, const T* qkv, long window, long begin, long end, const T* summaries,
-                   const T* taps, const T* bias, const AttentionBuffers<T>& buffers, T* out) {
+                   const AttentionBuffers<T>& buffers, T* out) {
   const Heads<T>& heads = attention.heads;
   attention.find_rows(qkv, attention.stride, window, begin, end, buffers.tokens, buffers.zeros, buffers.rows);
   for (long head = 0; head < heads.count; ++head) {
@@ -428,13 +429,6 @@ void attend_places(const Attention<T>& attention, const T* qkv, long window, lon
     apply_matrix(buffers.rows, end - begin, attention.query_column + column, summary,
                  summary + heads.matrix() + heads.padded_width, heads, out + column, heads.padded_channels);
   }
-  if (!taps) return;
-  attention.grid.for_rows(begin, end, [&](long y, long x, long count, long place) {
-    buffers.neighbours.find(attention.grid, qkv + attention.value_column, attention.stride, window, y, x, count,
-                            buffers.zeros);
-    convolve_row(buffers.neighbours, count, taps, bias, heads, out + (place - begin) * heads.padded_channels,
-                 heads.padded_channels);
-  });
 }
 
 // Scratch of a whole call: the summaries of all parts.
@@ -486,8 +480,10 @@ void attention_forward(const InlinevitAttention* shape, const T* qkv, const T* k
     for (long begin = attention.begin(part); begin < attention.begin(part + 1); begin += OUTPUT_TOKENS) {
       const long end = smaller(attention.begin(part + 1), begin + OUTPUT_TOKENS);
       attend_places(attention, tokens_of(unit), attention.window(unit), begin, end,
-                    summaries.all + unit * parts * summary_size, kernels ? buffers.taps : nullptr,
-                    bias ? buffers.bias : nullptr, buffers, buffers.out);
+                    summaries.all + unit * parts * summary_size, buffers, buffers.out);
+      if (kernels)
+        convolve_places<T>(attention, tokens_of(unit), attention.window(unit), begin, end, buffers.taps,
+                           bias ? buffers.bias : nullptr, buffers, buffers.out);
       for (long i = 0; i < end - begin; ++i)
         if (buffers.tokens[i] >= 0)
           memcpy(image + buffers.tokens[i] * heads.channels, buffers.out + i * heads.padded_channels,

@@ -1,14 +1,15 @@
-// The transformer block for inference: norm → InLine attention → add, norm → MLP → add.
+// The transformer block for inference: norm → attention → add, norm → MLP → add.
 //
 // Tokens are processed in tiles, so that everything between two reads of the tokens stays in the L2 cache. If a
 // window covers the map there are two passes:
 //   1. norm → q, k, v → summaries of the tile's keys and values, sum of its tokens;
 //      (all summaries are merged, and the kernels of the local residual are made from the mean token)
 //   2. v̄ + q·(s·C) + convolution → projection + skip → norm → MLP + skip.
-// With smaller windows, attention is a pass of its own between the two.
+// With smaller windows, attention is a pass of its own between the two. With softmax, keys and values are packed
+// instead of summarised.
 #pragma once
-#include "attention.h"
 #include "int8.h"
+#include "softmax.h"
 
 namespace {
 
@@ -87,6 +88,9 @@ struct BlockPlan {
                              block.windows[group]});
   }
 
+  RelativeBias relative_bias() const { return {block.relative_bias, block.relative_window}; }
+  // The places of the larger windows.
+  long places() const { return larger(groups[0].grid.places(), groups[1].grid.places()); }
   bool one_window() const { return block.num_head_groups == 1 && groups[0].grid.count() == 1; }
   long begin(long tile) const { return part_begin(tokens, tiles, tile % tiles); }
   long end(long tile) const { return part_begin(tokens, tiles, tile % tiles + 1); }
@@ -96,7 +100,9 @@ struct BlockPlan {
 struct BlockWorkspace {
   float *qkv, *attended, *summaries, *sums, *taps;
   long* counts;
-  BlockWorkspace(Arena& arena, const BlockPlan& plan) {
+  SoftmaxKeys keys;
+  BlockWorkspace(Arena& arena, const BlockPlan& plan)
+      : keys(arena, plan.groups[0].heads, plan.places(), plan.one_window() && plan.block.softmax ? plan.images : 0) {
     const Heads<float>& heads = plan.groups[0].heads;
     const bool whole = plan.one_window();
     const long all_tiles = plan.images * plan.tiles;
@@ -113,11 +119,15 @@ struct BlockWorkspace {
 struct BlockBuffers {
   // For one head group; the other is the same size.
   AttentionBuffers<float> attention;
+  SoftmaxBuffers softmax;
+  SoftmaxKeys keys;
   Products products, hidden_products;
   float *normed, *tokens, *hidden, *summaries, *mean, *local, *zeros;
 
   BlockBuffers(Arena& arena, const BlockPlan& plan)
       : attention(arena, wider(plan)),
+        softmax(arena, plan.groups[0].heads, plan.block.softmax ? plan.places() : 0),
+        keys(arena, plan.groups[0].heads, plan.places(), plan.block.softmax && !plan.one_window() ? 1 : 0),
         products(arena, plan.block.qkv.scales ? TILE_TOKENS : 0, plan.channels),
         hidden_products(arena, plan.block.fc2.scales ? TILE_TOKENS : 0, DEPTH_BLOCK),
         normed(arena.take<float>(TILE_TOKENS * plan.channels)),
@@ -242,7 +252,8 @@ void forward_whole_map(const BlockPlan& plan, const float* x, float* out) {
     auto buffers = BlockBuffers::take(plan);
     float* qkv = workspace.qkv + first * 3 * channels;
     project_tokens(plan, x + first * channels, count, larger(0, smaller(count, block.prefix - begin)), buffers, qkv,
-                   workspace.sums + tile * channels);
+                   block.softmax ? nullptr : workspace.sums + tile * channels);
+    if (block.softmax) return;
     for (long i = 0; i < count; ++i) buffers.attention.rows[i] = qkv + i * 3 * channels;
     summarize(buffers.attention.rows, count, attention.key_column, attention.value_column, heads,
               buffers.attention.summary, workspace.summaries + tile * summary_size, 0);
@@ -251,23 +262,37 @@ void forward_whole_map(const BlockPlan& plan, const float* x, float* out) {
 
   parallel(plan.images * heads.count, block.threads, [&](long index) {
     const long image = index / heads.count, head = index % heads.count, width = heads.width;
-    finish_summary(workspace.summaries + image * tiles * summary_size + head * heads.summary(), summary_size,
-                   workspace.counts + image * tiles, tiles, attention.scale, heads);
-    if (!convolves) return;
     auto buffers = BlockBuffers::take(plan);
-    memset(buffers.mean, 0, width * sizeof(float));
-    for (long tile = 0; tile < tiles; ++tile)
-      add_row(buffers.mean, workspace.sums + (image * tiles + tile) * channels + head * width, width);
-    for (long c = 0; c < width; ++c) buffers.mean[c] /= float(plan.tokens);
+    if (block.softmax)
+      pack_keys(attention, workspace.qkv + image * plan.tokens * 3 * channels, 0, head,
+                workspace.keys.at(image, heads), buffers.attention);
+    else
+      finish_summary(workspace.summaries + image * tiles * summary_size + head * heads.summary(), summary_size,
+                     workspace.counts + image * tiles, tiles, attention.scale, heads);
+    if (!convolves) return;
+    if (block.local1_weight) {
+      memset(buffers.mean, 0, width * sizeof(float));
+      for (long tile = 0; tile < tiles; ++tile)
+        add_row(buffers.mean, workspace.sums + (image * tiles + tile) * channels + head * width, width);
+      for (long c = 0; c < width; ++c) buffers.mean[c] /= float(plan.tokens);
+    }
     make_taps(block, head, buffers.mean, buffers.local,
               workspace.taps + image * 9 * heads.padded_channels + head * width, heads.padded_channels);
   });
 
   auto attend = [&](long image, long begin, long end, const BlockBuffers& buffers, float* attended) {
-    attend_places(attention, workspace.qkv + image * plan.tokens * 3 * channels, 0, begin, end,
-                  workspace.summaries + image * tiles * summary_size,
-                  convolves ? workspace.taps + image * 9 * heads.padded_channels : nullptr, block.lepe_bias,
-                  buffers.attention, attended);
+    const float* qkv = workspace.qkv + image * plan.tokens * 3 * channels;
+    if (block.softmax) {
+      make_penalties(attention.grid, 0, buffers.softmax.penalties);
+      attend_softmax(attention, qkv, 0, begin, end, plan.relative_bias(), workspace.keys.at(image, heads),
+                     buffers.softmax, buffers.attention, attended);
+    } else {
+      attend_places(attention, qkv, 0, begin, end, workspace.summaries + image * tiles * summary_size,
+                    buffers.attention, attended);
+    }
+    if (convolves)
+      convolve_places(attention, qkv, 0, begin, end, workspace.taps + image * 9 * heads.padded_channels,
+                      block.lepe_bias, buffers.attention, attended);
   };
   if (block.prefix_only) {
     // As many images at a time as a tile holds.
@@ -305,9 +330,15 @@ void attend_window(const BlockPlan& plan, const Attention<float>& attention, lon
   const long channels = plan.channels, column = attention.query_column;
   auto buffers = BlockBuffers::take(plan);
   const auto& scratch = buffers.attention;
-  long count = summarize_places(attention, qkv, window, 0, grid.places(), scratch, buffers.summaries);
-  for (long head = 0; head < heads.count; ++head)
-    finish_summary(buffers.summaries + head * heads.summary(), 0, &count, 1, attention.scale, heads);
+  long count = 0;
+  if (block.softmax) {
+    for (long head = 0; head < heads.count; ++head) pack_keys(attention, qkv, window, head, buffers.keys, scratch);
+    make_penalties(grid, window, buffers.softmax.penalties);
+  } else {
+    count = summarize_places(attention, qkv, window, 0, grid.places(), scratch, buffers.summaries);
+    for (long head = 0; head < heads.count; ++head)
+      finish_summary(buffers.summaries + head * heads.summary(), 0, &count, 1, attention.scale, heads);
+  }
   if (block.local1_weight) {
     // The norm is computed again: it is cheap, and in the first pass windows are not known.
     memset(buffers.mean, 0, channels * sizeof(float));
@@ -332,8 +363,14 @@ void attend_window(const BlockPlan& plan, const Attention<float>& attention, lon
                 scratch.taps + head * heads.width, heads.padded_channels);
   for (long begin = 0; begin < grid.places(); begin += OUTPUT_TOKENS) {
     const long end = smaller(grid.places(), begin + OUTPUT_TOKENS);
-    attend_places(attention, qkv, window, begin, end, buffers.summaries, convolves ? scratch.taps : nullptr,
-                  block.lepe_bias ? block.lepe_bias + column : nullptr, scratch, scratch.out);
+    if (block.softmax)
+      attend_softmax(attention, qkv, window, begin, end, plan.relative_bias(), buffers.keys, buffers.softmax, scratch,
+                     scratch.out);
+    else
+      attend_places(attention, qkv, window, begin, end, buffers.summaries, scratch, scratch.out);
+    if (convolves)
+      convolve_places(attention, qkv, window, begin, end, scratch.taps,
+                      block.lepe_bias ? block.lepe_bias + column : nullptr, scratch, scratch.out);
     for (long i = 0; i < end - begin; ++i)
       if (scratch.tokens[i] >= 0)
         memcpy(attended + scratch.tokens[i] * channels + column, scratch.out + i * heads.padded_channels,

@@ -60,16 +60,6 @@ INLINEVIT_INLINE void for_panels(long begin, long end, Function tile) {
   }
 }
 
-// Call tile(row, rows) for blocks of nearly equal numbers of rows: 98 rows are 17 blocks of 6 or 5.
-template <typename Function>
-INLINEVIT_INLINE void for_row_blocks(long rows, Function tile) {
-  const long blocks = (rows + ROWS - 1) / ROWS;
-  for (long block = 0; block < blocks; ++block) {
-    const long begin = part_begin(rows, blocks, block);
-    tile(begin, part_begin(rows, blocks, block + 1) - begin);
-  }
-}
-
 // out (rows, columns) = a (rows, inputs) · weightᵀ, for columns begin … end − 1 of the layer's outputs and inputs
 // first … first + depth − 1, of which a has only these. out begins with column `begin`.
 void multiply_packed(const InlinevitLinear& layer, const float* a, long a_stride, long rows, long begin, long end,

@@ -109,8 +109,7 @@ QuantizedRows quantize(const float* rows, long row_stride, long count, long dept
         most = size > most ? size : most;
         invalid += x * 0.0f;
       }
-      float largest = 0;
-      for (long lane = 0; lane < LANES<float>; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+      const float largest = maximum<float>(most);
       // NaN and infinity must not become ordinary numbers: they make the scale NaN.
       to.scales[i * to.blocks + block] = largest / 127 + sum<float>(invalid);
       const Vec<float> factor = broadcast(largest > 0 ? 127 / largest : 0.0f);

@@ -69,11 +69,27 @@ INLINEVIT_INLINE Vec<T> broadcast(T value) {
   return value - Vec<T>{};
 }
 
+// Combine all lanes by an operation of vectors and of numbers, half of them with the other half at a time.
+template <typename T, long Count = LANES<T>, typename Values, typename Operation>
+INLINEVIT_INLINE T reduce(Values values, Operation operation) {
+  if constexpr (Count == 2) {
+    return operation(values[0], values[1]);
+  } else {
+    typedef T Half __attribute__((vector_size(Count / 2 * sizeof(T))));
+    Half halves[2];
+    memcpy(halves, &values, sizeof halves);
+    return reduce<T, Count / 2>(operation(halves[0], halves[1]), operation);
+  }
+}
+
 template <typename T>
 INLINEVIT_INLINE T sum(Vec<T> values) {
-  T total = 0;
-  for (long lane = 0; lane < LANES<T>; ++lane) total += values[lane];
-  return total;
+  return reduce<T>(values, [](auto a, auto b) { return a + b; });
+}
+
+template <typename T>
+INLINEVIT_INLINE T maximum(Vec<T> values) {
+  return reduce<T>(values, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 constexpr long smaller(long a, long b) { return a < b ? a : b; }
@@ -149,6 +165,41 @@ INLINEVIT_INLINE void multiply_add(Vec<T> (&sums)[M][N], Rows row, const T* b, l
       INLINEVIT_UNROLL for (int j = 0; j < N; ++j) sums[i][j] += left * right[j];
     }
   }
+}
+
+// Call tile(row, rows) for blocks of nearly equal numbers of rows, at most `Most`: 98 rows are 17 blocks of 6 or 5.
+template <int Most = ROWS, typename Function>
+INLINEVIT_INLINE void for_row_blocks(long rows, Function tile) {
+  const long blocks = (rows + Most - 1) / Most;
+  for (long block = 0; block < blocks; ++block) {
+    const long begin = part_begin(rows, blocks, block);
+    tile(begin, part_begin(rows, blocks, block + 1) - begin);
+  }
+}
+
+// Call finish(i, j, initial(i, j) + Σ_k row(i)[k] · b[k · stride + j · step]) for all rows i and vectors of columns j.
+template <typename T, int Most = ROWS, typename Rows, typename Initial, typename Finish>
+INLINEVIT_INLINE void multiply_rows(long rows, long vectors, Rows row, const T* b, long stride, long step, long depth,
+                                    Initial initial, Finish finish) {
+  auto columns = [&]<int N>(long j) {
+    long offsets[N];
+    INLINEVIT_UNROLL for (int n = 0; n < N; ++n) offsets[n] = (j + n) * step;
+    for_row_blocks<Most>(rows, [&](long i, long count) {
+      with_rows<Most>(count, [&]<int M>() __attribute__((always_inline)) {
+        Vec<T> sums[M][N];
+        INLINEVIT_UNROLL for (int m = 0; m < M; ++m) {
+          INLINEVIT_UNROLL for (int n = 0; n < N; ++n) sums[m][n] = initial(i + m, j + n);
+        }
+        multiply_add<T>(sums, [=](int m) { return row(i + m); }, b, stride, offsets, depth);
+        INLINEVIT_UNROLL for (int m = 0; m < M; ++m) {
+          INLINEVIT_UNROLL for (int n = 0; n < N; ++n) finish(i + m, j + n, sums[m][n]);
+        }
+      });
+    });
+  };
+  long j = 0;
+  for (; j + COLUMN_VECTORS <= vectors; j += COLUMN_VECTORS) columns.template operator()<COLUMN_VECTORS>(j);
+  for (; j < vectors; ++j) columns.template operator()<1>(j);
 }
 
 }  // namespace
