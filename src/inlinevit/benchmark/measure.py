@@ -24,9 +24,6 @@ from .workload import Candidate, Comparison, LeftOut, disable_dropout, nominal_f
 
 # Largest difference between outputs that should agree, relative to the largest value.
 TOLERANCE = 1e-4
-# Smallest cosine between outputs in int8 and in float32. Weights are random and larger than those of trained models, so
-# that errors of quantization are larger, too; the cosine between outputs of different models is close to 0.
-MIN_COSINE = 0.8
 # Calls of fewer seconds are preceded by an untimed call.
 REHEARSE_BELOW = 0.1
 # A call that needs more than this fraction of the free memory is left out.
@@ -271,12 +268,12 @@ def check_agreement(variants: Sequence[Variant]) -> None:
             expected[variant.output_group] = title, reference
         title, reference = expected[variant.output_group]
         if is_int8:
-            variant.cosine = cosine(reference, outputs)
+            variant.cosine, least = cosine(reference, outputs), MODES[variant.mode].min_cosine
             # NaN does not agree with anything.
-            if not variant.cosine >= MIN_COSINE:
+            if not variant.cosine >= least:
                 raise ValueError(
                     f"outputs of {title} and {variant.title} should agree, but have a cosine of {variant.cosine:.2g}, "
-                    f"which is less than {MIN_COSINE:g}: nothing is reported"
+                    f"which is less than {least:g}: nothing is reported"
                 )
             continue
         for a, b in zip(reference, outputs, strict=True):

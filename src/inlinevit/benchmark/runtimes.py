@@ -43,6 +43,7 @@ class Mode:
         precision: "float32" or "int8".
         packages: What has to be installed, all of it in the extra `bench`.
         has_gradients: Whether the call can be followed by a backward pass.
+        min_cosine: The least cosine between outputs in int8 and in float32; below, nothing is reported.
     """
 
     runtime: str
@@ -50,6 +51,7 @@ class Mode:
     precision: str = "float32"
     packages: tuple[str, ...] = ()
     has_gradients: bool = False
+    min_cosine: float = 0.9
 
     @property
     def missing(self) -> list[str]:
@@ -187,7 +189,9 @@ MODES = {
     "optimized": Mode("optimized", prepare_optimized),
     "optimized-int8": Mode("optimized", prepare_optimized_int8, "int8"),
     "openvino": Mode("openvino", prepare_openvino, packages=("openvino",)),
-    "openvino-int8": Mode("openvino", prepare_openvino_int8, "int8", packages=("openvino", "nncf")),
+    # NNCF has one range for all tokens, which is inaccurate with random weights that are larger than trained ones. The
+    # time does not depend on that, and the cosine is recorded; that of unrelated outputs is about 0.
+    "openvino-int8": Mode("openvino", prepare_openvino_int8, "int8", packages=("openvino", "nncf"), min_cosine=0.3),
     "onnxruntime": Mode("onnxruntime", prepare_onnxruntime, packages=("onnxruntime", "onnx", "onnxscript")),
 }
 
