@@ -62,7 +62,7 @@ timm-suite: install  ## run timm's own model tests on our models (fetches timm's
 bench: install  ## rewrite tables and drawings of docs/performance.md from the records in docs/performance/
 	$(BIN)/python tools/performance_page.py
 
-bench-record: install  ## measure what docs/performance/ lacks; hours (ARGS="window --again" measures that one anew)
+bench-record: install  ## measure what docs/performance/ lacks; an hour (ARGS="window --again" measures that one again)
 	$(BIN)/python tools/record_performance.py $(ARGS)
 
 results: install  ## rewrite tables of docs/results.md from docs/reproduce/ (ARGS=runs/reproduce/results.json: a new record)

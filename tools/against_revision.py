@@ -1,6 +1,6 @@
 """Compare the speed of the models of the working tree with those of another revision, interleaved in one process.
 
-python tools/against_revision.py 58aaf78 --output runs/bench
+python tools/against_revision.py d036cfb --output runs/bench
 
 Both have the same weights and must give the same outputs.
 """
@@ -16,14 +16,16 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from inlinevit.benchmark.measure import MODES, Conditions, measure
+from inlinevit.benchmark.measure import Conditions, measure
 from inlinevit.benchmark.report import print_results, write_report
 from inlinevit.benchmark.results import Results
+from inlinevit.benchmark.runtimes import MODES
 from inlinevit.benchmark.workload import Candidate, Comparison, draw_input, draw_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,18 +42,21 @@ BEFORE = "inlinevit_before"
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", nargs="?", default="58aaf78", help="a commit, tag or branch")
+    parser.add_argument("revision", nargs="?", default="d036cfb", help="a commit, tag or branch")
     parser.add_argument("--modules", nargs="+", choices=list(MODELS), default=list(MODELS), help="modules of models")
     parser.add_argument("--size", type=int, default=224, help="side length of the images in pixels")
     parser.add_argument("--batch", type=int, default=1, help="images per call")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="how models are run")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["eager"], help="how models are run")
     parser.add_argument("--backward", action="store_true", help="forward and backward instead of forward alone")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     parser.add_argument("--rounds", type=int, default=50, help="timed calls of each candidate, at most")
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds after which no further round begins")
     parser.add_argument("--output", type=Path, help="folder for JSON, report and figure")
     parser.add_argument("--name", default="revision", help="name of the files in it")
     options = parser.parse_args()
-    conditions = Conditions(threads=options.threads, rounds=options.rounds, backward=options.backward)
+    conditions = Conditions(
+        threads=options.threads, rounds=options.rounds, patience=options.patience, backward=options.backward
+    )
     results = compare(options.revision, options.modules, options.size, options.batch, options.modes, conditions)
     print_results(results, Console())
     if options.output is not None:
@@ -72,7 +77,7 @@ def compare(
             )
             for module in modules
         ]
-        settings = {"revision": revision, "modules": modules, "size": size, "batch": batch}
+        settings: dict[str, Any] = {"revision": revision, "modules": modules, "size": size, "batch": batch}
         return measure("revision", comparisons, modes, conditions, **settings)
 
 

@@ -2,19 +2,25 @@
 
 python tools/performance_page.py
 
-The tables of docs/performance/NAME.json go between <!-- NAME --> and <!-- /NAME -->, those of the machines between
-<!-- machine --> and <!-- /machine -->. The rest of the page is kept.
+The tables of docs/performance/NAME.json go between <!-- NAME --> and <!-- /NAME -->. Between <!-- goals -->,
+<!-- plain --> and <!-- machine --> and their ends are tables that are made from several records or from a part of one.
+The rest of the page is kept.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+from performance_goals import goals_table
 
 from inlinevit.benchmark.plots import make_figure
 from inlinevit.benchmark.report import make_markdown
-from inlinevit.benchmark.results import read_results
-from inlinevit.benchmark.tables import machine_table
+from inlinevit.benchmark.results import Results, read_results
+from inlinevit.benchmark.tables import best_table, machine_table
 from inlinevit.report import markdown_table, replace_between, svg_bytes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+NOT_RECORDED = "Not recorded yet.\n"
 
 
 def main() -> None:
@@ -31,13 +37,26 @@ def record_paths(page: Path) -> list[Path]:
     return sorted((page.parent / page.stem).glob("*.json"))
 
 
-def rewritten(page: str, records: list[Path]) -> str:
+def rewritten(page: str, paths: list[Path]) -> str:
     """Return a page with the tables of these records."""
-    for path in records:
+    records = {path.stem: read_results(path) for path in paths}
+    results = {name: found for name, (found, _) in records.items()}
+    for path in paths:
         picture = f"{path.parent.name}/{path.stem}.svg"
-        page = replace_between(page, path.stem, make_markdown(read_results(path)[0], picture))
-    machines = machine_table({path.stem: read_results(path) for path in records})
-    return replace_between(page, "machine", markdown_table(machines) + "\n")
+        page = replace_between(page, path.stem, make_markdown(results[path.stem], picture))
+    page = replace_between(page, "goals", f"{markdown_table(goals_table(results))}\n")
+    page = replace_between(page, "plain", plain_section(results))
+    machines = f"{markdown_table(machine_table(records))}\n" if records else NOT_RECORDED
+    return replace_between(page, "machine", machines)
+
+
+def plain_section(records: Mapping[str, Results]) -> str:
+    """Return the table of plain calls, from the record of resolutions."""
+    if "resolution" not in records:
+        return NOT_RECORDED
+    results = records["resolution"]
+    eager = [one for one in results.measurements if one.mode == "eager"]
+    return f"{markdown_table(best_table(replace(results, measurements=eager)))}\n"
 
 
 if __name__ == "__main__":

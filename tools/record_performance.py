@@ -1,7 +1,7 @@
 """Make the measurements of docs/performance.md: python tools/record_performance.py [NAME ...] [--again].
 
-Each is a separate command. Existing records in docs/performance/ are kept unless --again is given, so that an
-interrupted recording resumes. `make bench` then puts the records into the page.
+Each is a separate command of a few minutes. Existing records in docs/performance/ are kept unless --again is given, so
+that an interrupted recording resumes. `make bench` then puts the records into the page.
 """
 
 import argparse
@@ -9,6 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,17 +18,47 @@ RECORDS = ROOT / "docs" / "performance"
 RAW = ROOT / "runs" / "performance"
 
 BENCH = "-m inlinevit bench"
+# The last revision without native kernels.
+BEFORE_KERNELS = "d036cfb"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measurement.
+
+    Attributes:
+        command: The words after `python`.
+        minutes: About how long it takes on two cores.
+    """
+
+    command: str
+    minutes: int
+
+
+# The most important ones first.
+RESOLUTION = f"{BENCH} resolution --sizes 224 384 640 1024"
+PVT = "--models inline_pvt_small pvt_small --sizes 224 512 --batches 1"
+ALL_RUNTIMES = "eager compiled optimized optimized-int8 openvino openvino-int8 onnxruntime"
 COMMANDS = {
-    "resolution": f"{BENCH} resolution",
-    "window": f"{BENCH} window --windows 56 7",
-    "pvt": f"{BENCH} model --models inline_pvt_small pvt_small --sizes 224 512 --batches 1",
-    "layer": f"{BENCH} layer --tokens 196 576 1600 4096 16384",
-    "revision": "tools/against_revision.py",
-    "revision-training": "tools/against_revision.py --backward --modes eager",
-    "scaling": f"{BENCH} scaling --sizes 224 448 1024 2048 --modes eager",
-    "accuracy": f"{BENCH} accuracy --modes eager",
-    "detection": f"{BENCH} detection",
-    "detection-training": f"{BENCH} detection --backward",
+    "resolution": Record(
+        f"{RESOLUTION} --batches 1 --modes eager compiled optimized openvino --rounds 40 --patience 15", 6
+    ),
+    "resolution-int8": Record(
+        f"{RESOLUTION} --batches 1 --modes optimized optimized-int8 openvino-int8 --rounds 40 --patience 12", 5
+    ),
+    "resolution-batch8": Record(
+        f"{RESOLUTION} --batches 8 --modes eager optimized openvino --rounds 20 --patience 12", 5
+    ),
+    "pvt": Record(f"{BENCH} model {PVT} --modes eager optimized openvino --rounds 30 --patience 12", 2),
+    "window": Record(f"{BENCH} window --windows 56 28 14 7 --modes optimized openvino --rounds 15 --patience 15", 4),
+    "layer": Record(f"{BENCH} layer --tokens 196 4096 16384 --modes eager compiled --rounds 30 --patience 10", 3),
+    "training": Record(
+        f"tools/against_revision.py {BEFORE_KERNELS} --batch 8 --backward --modes eager --rounds 10 --patience 15", 2
+    ),
+    "accuracy": Record(f"{BENCH} accuracy --modes optimized openvino --rounds 10 --patience 5", 6),
+    "runtimes": Record(f"{BENCH} model --sizes 224 --batches 1 --modes {ALL_RUNTIMES} --rounds 50 --patience 15", 2),
+    "detection": Record(f"{BENCH} detection --rounds 3", 4),
+    "detection-training": Record(f"{BENCH} detection --backward --rounds 2", 12),
 }
 
 
@@ -35,23 +67,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(COMMANDS)}; all by default")
     parser.add_argument("--again", action="store_true", help="measure again what is recorded")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--rounds", type=int, default=10, help="timed calls of each candidate, at most")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each runtime")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in COMMANDS]
     if unknown:
         parser.error(f"there is no measurement {unknown[0]!r}: choose among {', '.join(COMMANDS)}")
+    names = [name for name in options.names or COMMANDS if options.again or not (RECORDS / f"{name}.json").exists()]
     for name in options.names or COMMANDS:
-        record = RECORDS / f"{name}.json"
-        if record.exists() and not options.again:
+        if name not in names:
             print(f"{name}: kept")
-            continue
-        words = [*shlex.split(COMMANDS[name]), "--threads", str(options.threads), "--rounds", str(options.rounds)]
+    print(f"{len(names)} to measure, in about {sum(COMMANDS[name].minutes for name in names)} minutes", flush=True)
+    for name in names:
+        words = [*shlex.split(COMMANDS[name].command), "--threads", str(options.threads)]
         words += ["--output", str(RAW), "--name", name]
-        print(f"{name}: {shlex.join(['python', *words])}", flush=True)
+        print(f"{name}, about {COMMANDS[name].minutes} minutes: {shlex.join(['python', *words])}", flush=True)
+        started = time.monotonic()
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
         RECORDS.mkdir(parents=True, exist_ok=True)
-        shutil.copy(RAW / record.name, record)
+        shutil.copy(RAW / f"{name}.json", RECORDS / f"{name}.json")
+        print(f"{name}: recorded in {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """What is compared can be compared: outputs agree, operations and memory are counted, limits are kept."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
 from torch import nn
 
-from inlinevit.benchmark import machine
+from inlinevit.benchmark import machine, runtimes
 from inlinevit.benchmark import measure as measure_module
 from inlinevit.benchmark.candidates import OnGrid, layer_comparisons, model_comparisons
-from inlinevit.benchmark.measure import MODES, TOLERANCE, Conditions, Limits, measure
+from inlinevit.benchmark.measure import TOLERANCE, Conditions, Limits, measure
 from inlinevit.benchmark.results import Measurement, Results
+from inlinevit.benchmark.runtimes import MODES, Mode
 from inlinevit.benchmark.timing import Quartiles
 from inlinevit.benchmark.workload import Candidate, Comparison, draw_input, draw_weights, nominal_flops
 from inlinevit.layers import InLineAttention
@@ -25,6 +28,16 @@ def small_matrices(monkeypatch):
     monkeypatch.setattr(machine, "GEMM_SIDE", 8)
 
 
+def mode_of(wrap):
+    """A mode that runs what `wrap` makes of a module."""
+
+    def prepare(module, x, threads):
+        wrapped = wrap(module)
+        return lambda: wrapped(x)
+
+    return Mode("other", prepare, has_gradients=True)
+
+
 def linear_candidate(name, factor=1.0, group="", width=4):
     def make(device):
         layer = nn.Linear(width, width)
@@ -37,7 +50,7 @@ def linear_candidate(name, factor=1.0, group="", width=4):
 
 
 def test_all_candidates_are_measured_in_all_modes(monkeypatch):
-    monkeypatch.setitem(MODES, "other", lambda module: module)
+    monkeypatch.setitem(MODES, "other", mode_of(lambda module: module))
     comparisons = [
         Comparison("first", 3, [linear_candidate("a"), linear_candidate("b", 2.0)]),
         Comparison("last", 3, []),
@@ -96,7 +109,7 @@ def test_a_mode_with_other_outputs_is_refused(monkeypatch, wrong):
         def forward(self, x):
             return wrong * self.module(x)
 
-    monkeypatch.setitem(MODES, "wrong", Wrong)
+    monkeypatch.setitem(MODES, "wrong", mode_of(Wrong))
     with pytest.raises(ValueError, match=r"a \(eager\) and a \(wrong\) should agree"):
         measure("test", [Comparison("t", 3, [linear_candidate("a")])], ["eager", "wrong"], QUICK)
 
@@ -111,7 +124,7 @@ def test_wrong_gradients_are_refused(monkeypatch):
             out = self.module(x)
             return 2 * out - out.detach()
 
-    monkeypatch.setitem(MODES, "wrong", WrongGradient)
+    monkeypatch.setitem(MODES, "wrong", mode_of(WrongGradient))
     comparisons = [Comparison("t", 3, [linear_candidate("a")])]
     measure("test", comparisons, ["eager", "wrong"], QUICK)
     with pytest.raises(ValueError, match="should agree"):
@@ -163,13 +176,10 @@ def test_if_all_is_left_out_the_reason_is_reported():
         measure("model", comparisons, ["eager"], Conditions(longest_call=0.0))
 
 
-def test_backward_counts_three_passes_and_no_optimized_mode():
+def test_backward_counts_three_passes():
     comparisons = model_comparisons([TINY], [32], [1])
     forward = measure("model", comparisons, ["eager"], QUICK).measurements
-    both = measure(
-        "model", comparisons, ["eager", "optimized"], Conditions(threads=1, rounds=2, backward=True)
-    ).measurements
-    assert [one.mode for one in both] == ["eager"]
+    both = measure("model", comparisons, ["eager"], Conditions(threads=1, rounds=2, backward=True)).measurements
     assert both[0].flops == 3 * forward[0].flops
     assert both[0].memory > forward[0].memory
 
@@ -181,7 +191,7 @@ def test_stochastic_depth_and_dropout_are_off():
 
 def test_optimized_takes_models_of_this_package_only(monkeypatch):
     taken = []
-    monkeypatch.setattr(measure_module, "optimize_for_inference", lambda model: taken.append(type(model)) or model)
+    monkeypatch.setattr(runtimes, "optimize_for_inference", lambda model: taken.append(type(model)) or model)
     results = measure("model", model_comparisons([TINY, "resnet18"], [32], [1]), ["eager", "optimized"], QUICK)
     names = [(one.name.partition(":")[0], one.mode) for one in results.measurements]
     assert names == [("inline_deit_tiny", "eager"), ("inline_deit_tiny", "optimized"), ("resnet18", "eager")]
@@ -249,5 +259,6 @@ def test_the_best_mode_of_each():
         return Measurement("t", name, mode, 1, 1, Quartiles(0, median, 9), 2, 1, 1, 1)
 
     found = [one("a", "eager", 3), one("a", "compiled", 2), one("b", "eager", 1), one("b", "compiled", 2)]
+    found.append(replace(one("a", "openvino-int8", 1), precision="int8"))
     best = Results("test", {}, {}, found, []).best
-    assert [(x.name, x.mode) for x in best] == [("a", "compiled"), ("b", "eager")]
+    assert [(x.name, x.mode) for x in best] == [("a", "compiled"), ("b", "eager"), ("a", "openvino-int8")]

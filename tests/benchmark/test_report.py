@@ -9,16 +9,18 @@ from rich.console import Console
 from inlinevit.benchmark import candidates
 from inlinevit.benchmark.options import BENCHES
 from inlinevit.benchmark.plots import make_figure
-from inlinevit.benchmark.report import make_blocks, make_markdown, print_results, write_report
-from inlinevit.benchmark.results import Measurement, Results, read_results
+from inlinevit.benchmark.report import conditions_sentence, make_blocks, make_markdown, print_results, write_report
+from inlinevit.benchmark.results import Measurement, Results, is_inline, read_results
 from inlinevit.benchmark.studies import COMPARISONS
 from inlinevit.benchmark.tables import (
     accuracy_table,
+    best_table,
     detection_table,
     exponent,
     exponents_table,
     full_table,
     ratio_table,
+    summary_tables,
     three_digits,
 )
 from inlinevit.benchmark.timing import Quartiles
@@ -90,6 +92,61 @@ def test_the_terminal_shows_every_cell(what, capsys):
                 assert cell in output
     assert "2 threads of A Processor" in output
     assert "something is left out: too large." in output
+
+
+def test_the_best_mode_of_inline_is_beside_the_best_of_its_baseline():
+    results = made_up("resolution")
+    table = best_table(results)
+    labels = ("inline_deit_tiny, ms", "deit_tiny_patch16_224, ms")
+    assert table.headings == ("size", "batch", "precision", *labels, "speed-up")
+    assert table.rows[0] == ("224²", "1", "float32", "50.2 (compiled)", "100 (compiled)", "2.00")
+    assert summary_tables(results) == [table]
+
+
+def test_int8_is_compared_with_int8():
+    results = made_up("resolution")
+    inline, softmax = results.measurements[1], results.measurements[3]
+    fast = Quartiles(0.01, 0.02, 0.03)
+    added = [
+        replace(inline, mode="optimized-int8", precision="int8", seconds=fast, memory=None, cosine=0.9996),
+        replace(softmax, mode="openvino-int8", precision="int8", seconds=Quartiles(0.03, 0.03, 0.03), cosine=0.99),
+    ]
+    results = replace(results, measurements=[*results.measurements[:4], *added])
+    rows = best_table(results).rows
+    assert rows[0][2:] == ("float32", "50.2 (compiled)", "100 (compiled)", "2.00")
+    assert rows[1] == ("224²", "1", "int8", "20.0 (optimized-int8)", "30.0 (openvino-int8)", "1.50")
+    full = full_table(results)
+    assert [row[full.headings.index("cosine")] for row in full.rows[3:]] == ["–", "0.9996", "0.9900"]
+    assert [row[full.headings.index("MB")] for row in full.rows[4:]] == ["–", "0.050"]
+    assert [row[-1] for row in full.rows] == ["2.00", "1.00", "4.00", "2.00", "1.00", "1.50"]
+    assert "float32 and int8" in conditions_sentence(results)
+    make_figure(results)
+    make_figure(replace(results, what="model"))
+
+
+def test_without_a_baseline_models_are_compared_with_the_first():
+    one = made_up("model").measurements[1]
+    results = replace(made_up("model"), measurements=[one, replace(one, name="inline_deit_small")])
+    (table,) = summary_tables(results)
+    assert table == ratio_table(results)
+    several = replace(results, measurements=[*results.measurements, replace(one, name="resnet18")])
+    assert [table.headings[0] for table in summary_tables(several)] == ["size", "model"]
+    assert best_table(several).headings[3:5] == ("InLine, ms", "resnet18, ms")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("inline_deit_tiny", True),
+        ("InLine", True),
+        ("inline_deit_tiny:attention=softmax", False),
+        ("inline_swin_tiny:window_size=7", True),
+        ("deit_tiny_patch16_224", False),
+        ("pvt_tiny:attention=inline,depth=2", True),
+    ],
+)
+def test_inline_models_are_known_by_their_names(name, expected):
+    assert is_inline(name) == expected
 
 
 def test_ratios_are_of_best_modes_to_the_firsts():

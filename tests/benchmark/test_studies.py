@@ -6,8 +6,8 @@ import re
 import pytest
 
 from inlinevit.benchmark import candidates, machine, studies
-from inlinevit.benchmark.measure import MODES
 from inlinevit.benchmark.options import ALL_MODES, BENCHES, FAMILIES, OPTIONS_HELP
+from inlinevit.benchmark.runtimes import MODES
 from inlinevit.benchmark.studies import COMPARISONS, published_top1, run_bench
 from inlinevit.models.catalog import CATALOG
 from tests import slow_except
@@ -30,7 +30,7 @@ def test_defaults_make_comparisons(what):
         comparisons = COMPARISONS[what](**own)
         assert len({one.title for one in comparisons}) == len(comparisons)
         assert all(one.candidates for one in comparisons)
-        assert set(options["modes"]) <= set(MODES)
+        assert set(options["modes"]) <= set(bench.modes) <= set(MODES)
     assert set(bench.quick) <= set(bench.options) <= set(OPTIONS_HELP)
 
 
@@ -81,6 +81,12 @@ def test_options_override_what_is_quick_and_that_the_defaults():
         ("accuracy", {"families": ["swim"]}, "there is no family 'swim': did you mean swin?"),
         ("accuracy", {"families": ["resnet"]}, "choose among deit, pvt, swin, cswin"),
         ("window", {"windows": [0]}, "window is 0: it should be at least 1"),
+        (
+            "layer",
+            {"modes": ["optimized"]},
+            "mode optimized is for classifiers, not for layer: choose among eager",
+        ),
+        ("detection", {"modes": ["openvino"]}, "mode openvino is for classifiers, not for detection"),
         ("scaling", {"sizes": [100]}, "size 100 is not a multiple of 32: use 96 or 128"),
     ],
 )

@@ -23,6 +23,7 @@ def load_tool(name):
 
 
 page_tool = load_tool("performance_page")
+goals_tool = load_tool("performance_goals")
 record_tool = load_tool("record_performance")
 
 
@@ -40,6 +41,9 @@ def test_the_page_has_a_place_for_each_record():
         assert f"<!-- /{name} -->" in text
 
 
+MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("machine", "goals", "plain"))
+
+
 @pytest.fixture
 def page(tmp_path, monkeypatch):
     """A page with one record."""
@@ -48,9 +52,7 @@ def page(tmp_path, monkeypatch):
     results = Results("model", {"backward": False, "threads": 3}, machine, [one], [])
     write_report(results, tmp_path / "speed", "some-models")
     path = tmp_path / "speed.md"
-    path.write_text(
-        "Before\n<!-- machine -->\n<!-- /machine -->\n<!-- some-models -->\nold\n<!-- /some-models -->\nAfter\n"
-    )
+    path.write_text(f"Before\n{MARKS}<!-- some-models -->\nold\n<!-- /some-models -->\nAfter\n")
     monkeypatch.setattr(page_tool, "PAGE", path)
     return path
 
@@ -71,18 +73,83 @@ def test_tables_go_between_the_marks_and_the_rest_stays(page):
 
 
 def test_a_record_without_a_place_is_refused(page):
-    page.write_text("<!-- machine -->\n<!-- /machine -->\n")
+    page.write_text(MARKS)
     with pytest.raises(ValueError, match="should have <!-- some-models -->"):
         page_tool.main()
 
 
 @pytest.mark.parametrize("name", record_tool.COMMANDS)
 def test_commands_of_records_are_understood(name):
-    words = shlex.split(record_tool.COMMANDS[name])
+    words = shlex.split(record_tool.COMMANDS[name].command)
     if words[:3] == ["-m", "inlinevit", "bench"]:
         make_study_parser(words[3]).parse_args([*words[4:], "--threads", "2", "--output", "a", "--name", name])
     else:
         assert (ROOT / words[0]).exists()
+
+
+def timed(name, mode, milliseconds, size=224, precision="float32"):
+    seconds = Quartiles(*[milliseconds / 1000] * 3)
+    title = f"{size}², batch 1"
+    return Measurement(title, name, mode, size, 1, seconds, 5, 1e9, 1000, 1e11, precision=precision)
+
+
+def results_of(*measurements):
+    return Results("resolution", {"backward": False, "threads": 2}, {}, list(measurements), [])
+
+
+def test_goals_compare_the_best_modes_of_both_in_one_precision():
+    inline, softmax = "inline_deit_tiny", "deit_tiny_patch16_224"
+    float32 = results_of(
+        timed(inline, "eager", 20),
+        timed(inline, "optimized", 10),
+        timed(softmax, "eager", 30),
+        timed(softmax, "openvino", 15),
+        timed(inline, "eager", 20, size=384),
+        timed(softmax, "openvino", 30, size=384),
+    )
+    int8 = results_of(
+        timed(inline, "optimized", 10),
+        timed(inline, "optimized-int8", 5, precision="int8"),
+        timed(softmax, "openvino-int8", 5.5, precision="int8"),
+    )
+    rows = goals_tool.goals_table({"resolution": float32, "resolution-int8": int8}).rows
+    by_title = {row[0]: row for row in rows}
+    assert len(by_title) == len(goals_tool.GOALS)
+    best = by_title["DeiT-T over the best softmax, float32, one image"]
+    assert best[4] == "1.50 / 1.50 / – / –"
+    assert best[5] == "missed: 384² by 9 %, not recorded at 640², not recorded at 1024²"
+    assert by_title["DeiT-T over softmax, plain `model(x)` of both, one image"][4].startswith("1.50 / – /")
+    assert by_title["DeiT-T over the best softmax, int8, one image"][4].startswith("1.10 / ")
+    assert by_title["InLine-DeiT-T in int8 over itself in float32, one image"][4].startswith("2.00 / ")
+    assert by_title["the same, eight images"][5] == "not recorded"
+
+
+def test_the_cost_of_a_layer_should_be_below_its_bar():
+    times = {196: (10, 5), 4096: (11, 10), 16384: (100, 100)}
+    found = [
+        timed(name, "eager", milliseconds, size=tokens)
+        for tokens, pair in times.items()
+        for name, milliseconds in zip(("InLine", "projections"), pair, strict=True)
+    ]
+    (row,) = [row for row in goals_tool.goals_table({"layer": results_of(*found)}).rows if row[6] == "layer"]
+    assert row[2].startswith("≤ ")
+    assert row[4:6] == ("2.00 / 1.10 / 1.00", "missed: 196 tokens by 25 %")
+
+
+def test_every_goal_has_a_record_that_can_be_made():
+    assert {goal.record for goal in goals_tool.GOALS} <= set(record_tool.COMMANDS)
+
+
+def test_plain_calls_are_those_without_other_runtimes():
+    found = results_of(
+        timed("inline_deit_tiny", "eager", 20),
+        timed("inline_deit_tiny", "optimized", 10),
+        timed("deit_tiny_patch16_224", "eager", 30),
+        timed("deit_tiny_patch16_224", "openvino", 15),
+    )
+    section = page_tool.plain_section({"resolution": found})
+    assert "| 224² | 1 | float32 | 20.0 (eager) | 30.0 (eager) | 1.50 |" in section
+    assert page_tool.plain_section({}) == "Not recorded yet.\n"
 
 
 def test_records_are_kept_unless_asked(monkeypatch, tmp_path, capsys):

@@ -19,10 +19,10 @@ def test_bench_prints_a_table_and_writes_a_report(tmp_path, capsys):
 
 
 def test_a_quick_bench_of_models_includes_the_optimized_mode(monkeypatch, capsys):
-    from inlinevit.benchmark import measure
+    from inlinevit.benchmark import runtimes
 
     # Compiling it takes most of a minute.
-    monkeypatch.setattr(measure, "optimize_for_inference", lambda module: module)
+    monkeypatch.setattr(runtimes, "optimize_for_inference", lambda module: module)
     words = f"bench model --quick --rounds 2 --threads 1 --models {TINY} resnet10t --sizes 32 --batches 1"
     cli.main(words.split())
     printed = " ".join(capsys.readouterr().out.split())
@@ -33,9 +33,9 @@ def test_a_quick_bench_of_models_includes_the_optimized_mode(monkeypatch, capsys
 
 
 def test_bench_reports_nothing_if_outputs_differ(tmp_path, refused, monkeypatch):
-    from inlinevit.benchmark.measure import MODES
+    from inlinevit.benchmark.runtimes import MODES, Mode
 
-    monkeypatch.setitem(MODES, "compiled", lambda module: lambda x: module(x) + 1)
+    monkeypatch.setitem(MODES, "compiled", Mode("compiled", lambda module, x, threads: lambda: module(x) + 1))
     code, line = refused(*TINY_BENCH.split(), "compiled", "--output", tmp_path)
     assert code == 1
     assert "(eager) and" in line

@@ -1,6 +1,7 @@
 """Candidates: attention layers on square feature maps, and models of timm."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import isqrt
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..layers.inline_attention import PATHS
 from ..models import factory
 from ..utils.memory import FLOAT_BYTES, require_memory, require_memory_for_images, require_memory_for_model
 from ..utils.validation import MOST_PIXELS, Range, check_value, did_you_mean, require
+from .options import ALL_MODES
 from .workload import Candidate, Comparison, draw_input, draw_weights
 
 # Side lengths of images are multiples of the coarsest stride of most models.
@@ -90,11 +92,32 @@ def layer_comparisons(tokens: Sequence[int], dim: int, heads: int, batch: int) -
 
 def model_comparisons(models: Sequence[str], sizes: Sequence[int], batches: Sequence[int]) -> list[Comparison]:
     """Return one comparison of models, as in the options of `bench model`, per image size and batch size."""
+    found = parse_modes(models)
     return [
-        Comparison(f"{size}², batch {batch}", batch, [model_candidate(model, size, batch) for model in models])
+        Comparison(
+            f"{size}², batch {batch}",
+            batch,
+            [replace(model_candidate(model, size, batch), modes=modes) for model, modes in found.items()],
+        )
         for batch in batches
         for size in sizes
     ]
+
+
+def parse_modes(models: Sequence[str]) -> dict[str, list[str] | None]:
+    """Return the modes of each model: [MODE, MODE] for MODEL@MODE and MODEL@MODE, None for MODEL alone."""
+    found: dict[str, list[str] | None] = {}
+    for text in models:
+        model, _, mode = text.partition("@")
+        if "@" not in text:
+            require(found.setdefault(model, None) is None, f"{model} is also given with a mode: choose one of the two")
+            continue
+        check_names("mode", [mode], ALL_MODES)
+        modes = found.setdefault(model, [])
+        require(modes is not None, f"{model} is also given without a mode: choose one of the two")
+        assert modes is not None
+        modes.append(mode)
+    return found
 
 
 def model_candidate(text: str, size: int, batch: int) -> Candidate:

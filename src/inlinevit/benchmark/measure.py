@@ -1,6 +1,6 @@
 """Measure candidates side by side: first check that outputs agree, then time all of them in alternation."""
 
-import inspect
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -8,19 +8,19 @@ from statistics import median
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
 from ..engine.config import MOST_STEPS, MOST_WORKERS
-from ..models._inline_vit import InLineViT
-from ..models.inference import optimize_for_inference
 from ..utils.validation import Range, check_value, require
 from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
 from .memory import peak_memory
 from .results import Measurement, Results
+from .runtimes import MODES, Call, package_versions, prepare_eager, require_modes
 from .timing import interleave, quartiles
-from .workload import Candidate, Comparison, disable_dropout, nominal_flops
+from .workload import Candidate, Comparison, LeftOut, disable_dropout, nominal_flops
 
 # Largest difference between outputs that should agree, relative to the largest value.
 TOLERANCE = 1e-4
@@ -60,23 +60,6 @@ class Conditions:
         require(self.device == "cpu" or torch.cuda.is_available(), "there is no GPU for device cuda: use device cpu")
 
 
-def compiled(module: nn.Module) -> nn.Module:
-    """Compile a module for one input size."""
-    # Compilations of one module must not count against the limit of another; older versions of torch lack the option.
-    has_option = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    isolated = {"isolate_recompiles": True} if has_option else {}
-    return cast(nn.Module, cast(Any, torch.compile)(module, dynamic=False, **isolated))
-
-
-# How a module is run: from a module to what is called, or None where a mode does not apply.
-MODES: dict[str, Callable[[nn.Module], nn.Module | None]] = {
-    "eager": lambda module: module,
-    "compiled": compiled,
-    # For models of this package only.
-    "optimized": lambda module: optimize_for_inference(module) if isinstance(module, InLineViT) else None,
-}
-
-
 @dataclass
 class Variant:
     """A candidate in a mode, ready to be called.
@@ -85,26 +68,40 @@ class Variant:
         mode: One of MODES.
         module: The module with the parameters.
         step: A call, which returns its outputs; if it includes the backward pass, the parameters have gradients.
+        eager_step: The same in mode eager.
         flops: See Measurement.
         work: Floating-point operations on the path that it takes.
+        cosine: See Measurement; check_agreement() sets it.
     """
 
     candidate: Candidate
     mode: str
     module: nn.Module
     step: Callable[[], list[Tensor]]
+    eager_step: Callable[[], list[Tensor]]
     flops: float
     work: float
+    cosine: float | None = None
 
     @property
     def title(self) -> str:
         """For messages."""
         return f"{self.candidate.name} ({self.mode})"
 
-    def outputs(self) -> list[Tensor]:
-        """Return the outputs of a call and, if it computes gradients, all of them in one tensor."""
+    @property
+    def output_group(self) -> str:
+        """Variants of one group must agree."""
+        return self.candidate.output_group or self.candidate.name
+
+    @property
+    def precision(self) -> str:
+        """float32 or int8."""
+        return MODES[self.mode].precision
+
+    def outputs(self, step: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the outputs of a step and, if it computes gradients, all of them in one tensor."""
         try:
-            outputs = self.step()
+            outputs = step()
         except RuntimeError as error:
             if self.mode != "compiled":
                 raise
@@ -115,7 +112,13 @@ class Variant:
 
 
 def measure(
-    what: str, comparisons: Sequence[Comparison], modes: Sequence[str], conditions: Conditions, **settings: Any
+    what: str,
+    comparisons: Sequence[Comparison],
+    modes: Sequence[str],
+    conditions: Conditions,
+    *,
+    notes: Sequence[str] = (),
+    **settings: Any,
 ) -> Results:
     """Measure all candidates of all comparisons in all modes that apply.
 
@@ -124,19 +127,23 @@ def measure(
         comparisons: What to measure.
         modes: Some of MODES.
         conditions: How to measure.
+        notes: What was left out before.
         **settings: Further settings to record with the results.
 
     Raises:
-        ValueError: Outputs differ that should agree.
+        ValueError: Outputs differ that should agree, or a mode cannot be used here.
     """
     device = torch.device(conditions.device)
-    notes: list[str] = []
+    candidates = [candidate for comparison in comparisons for candidate in comparison.candidates]
+    used = list(dict.fromkeys(mode for candidate in candidates for mode in candidate.modes or modes))
+    require_modes(used, device=conditions.device, backward=conditions.backward)
+    notes = list(notes)
     measurements: list[Measurement] = []
     console = Console(stderr=True)
     # Refreshed between measurements only, so that it takes no time from them.
     bar = Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
     with pinned_threads(conditions.threads), bar:
-        machine = describe_machine(device)
+        machine = {**describe_machine(device), "packages": package_versions(used)}
         limits = Limits(conditions.longest_call, device, gemm_rate(device))
         task = bar.add_task("", total=len(comparisons))
         for comparison in comparisons:
@@ -144,16 +151,19 @@ def measure(
             variants: list[Variant] = []
             for candidate in comparison.candidates:
                 bar.update(task, description=f"{comparison.title}: {candidate.name}", refresh=True)
-                try:
-                    variants += make_variants(candidate, modes, conditions, limits)
-                except LeftOut as reason:
-                    notes.append(f"{comparison.title}: {candidate.name} is left out: {reason}")
+                made, left_out = make_variants(candidate, modes, conditions, limits)
+                variants += made
+                notes += [f"{comparison.title}: {note}" for note in left_out]
             bar.update(task, description=f"{comparison.title}: comparing outputs", refresh=True)
+            started = time.perf_counter()
             check_agreement(variants)
+            # Calls that take long need no further one before they are timed.
+            warmup = 1 if time.perf_counter() - started < conditions.patience else 0
             bar.update(task, description=f"{comparison.title}: timing", refresh=True)
-            found = time_variants(comparison, variants, conditions)
+            found = time_variants(comparison, variants, conditions, warmup)
             for variant, one in zip(variants, found, strict=True):
-                limits.learn(variant.candidate, variant.work, one.memory)
+                if one.memory is not None:
+                    limits.learn(variant.candidate, variant.work, one.memory)
             measurements += found
             bar.advance(task)
     if not measurements:
@@ -196,16 +206,10 @@ class Limits:
         return ""
 
 
-class LeftOut(Exception):
-    """A candidate cannot be measured; the message is the reason."""
-
-
-def make_variants(candidate: Candidate, modes: Sequence[str], conditions: Conditions, limits: Limits) -> list[Variant]:
-    """Make a candidate in all modes that apply.
-
-    Raises:
-        LeftOut: It exceeds the limits, or is optional and refuses its input.
-    """
+def make_variants(
+    candidate: Candidate, modes: Sequence[str], conditions: Conditions, limits: Limits
+) -> tuple[list[Variant], list[str]]:
+    """Make a candidate in all modes that apply, and say what is left out: it exceeds the limits, or cannot be run."""
     module, x = candidate.make(torch.device(conditions.device))
     disable_dropout(module).train(conditions.backward)
     passes = 3 if conditions.backward else 1
@@ -214,26 +218,34 @@ def make_variants(candidate: Candidate, modes: Sequence[str], conditions: Condit
     except ValueError as error:
         if not candidate.is_optional:
             raise
-        raise LeftOut(str(error)) from error
+        return [], [f"{candidate.name} is left out: {error}"]
     if reason := limits.exceeded(candidate, flops, work):
-        raise LeftOut(reason)
-    modes = [mode for mode in modes if mode != "optimized" or not conditions.backward]
-    runners = [(mode, MODES[mode](module)) for mode in modes]
-    return [
-        Variant(candidate, mode, module, make_step(runner, x, conditions.backward), flops, work)
-        for mode, runner in runners
-        if runner is not None
-    ]
+        return [], [f"{candidate.name} is left out: {reason}"]
+
+    def step(call: Call) -> Callable[[], list[Tensor]]:
+        return make_step(call, module, conditions.backward)
+
+    eager_step = step(prepare_eager(module, x, conditions.threads))
+    variants, notes = [], []
+    for mode in candidate.modes or modes:
+        try:
+            call = MODES[mode].prepare(module, x, conditions.threads)
+        except LeftOut as reason:
+            notes.append(f"{candidate.name} ({mode}) is left out: {reason}")
+            continue
+        if call is not None:
+            variants.append(Variant(candidate, mode, module, step(call), eager_step, flops, work))
+    return variants, notes
 
 
-def make_step(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], list[Tensor]]:
+def make_step(call: Call, module: nn.Module, backward: bool) -> Callable[[], list[Tensor]]:
     """Return what is timed: a forward call, or one with the backward pass of the sum of squares of its outputs."""
 
     def step() -> list[Tensor]:
         if backward:
             module.zero_grad()
         with torch.set_grad_enabled(backward):
-            out = module(x)
+            out = call()
         parts = [out] if isinstance(out, Tensor) else list(out)
         if backward:
             cast(Tensor, sum(part.square().sum() for part in parts)).backward()
@@ -244,19 +256,39 @@ def make_step(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], list
 
 def check_agreement(variants: Sequence[Variant]) -> None:
     """Raise a ValueError if variants of one output group have different outputs or gradients."""
-    expected: dict[str, tuple[Variant, list[Tensor]]] = {}
-    for variant in variants:
-        outputs = variant.outputs()
-        group = variant.candidate.output_group or variant.candidate.name
-        first, reference = expected.setdefault(group, (variant, outputs))
+    # What the outputs of each group should be, and whose they are.
+    expected: dict[str, tuple[str, list[Tensor]]] = {}
+    # Those in int8 last, as they are compared with float32.
+    for variant in sorted(variants, key=lambda variant: variant.precision == "int8"):
+        is_int8 = variant.precision == "int8"
+        outputs = variant.outputs(variant.step)
+        if variant.output_group not in expected:
+            title = f"{variant.candidate.name} (eager)" if is_int8 else variant.title
+            reference = variant.outputs(variant.eager_step) if is_int8 else outputs
+            expected[variant.output_group] = title, reference
+        title, reference = expected[variant.output_group]
+        if is_int8:
+            variant.cosine, least = cosine(reference, outputs), MODES[variant.mode].min_cosine
+            # NaN does not agree with anything.
+            if not variant.cosine >= least:
+                raise ValueError(
+                    f"outputs of {title} and {variant.title} should agree, but have a cosine of {variant.cosine:.2g}, "
+                    f"which is less than {least:g}: nothing is reported"
+                )
+            continue
         for a, b in zip(reference, outputs, strict=True):
             difference = relative_difference(a, b)
-            # NaN does not agree with anything.
             if not difference <= TOLERANCE:
                 raise ValueError(
-                    f"outputs of {first.title} and {variant.title} should agree, but differ by {difference:.2g} of the "
+                    f"outputs of {title} and {variant.title} should agree, but differ by {difference:.2g} of the "
                     f"largest value, which is more than {TOLERANCE:g}: nothing is reported"
                 )
+
+
+def cosine(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return the smallest cosine of corresponding outputs."""
+    pairs = zip(expected, found, strict=True)
+    return min(F.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() for a, b in pairs)
 
 
 def relative_difference(expected: Tensor, found: Tensor) -> float:
@@ -265,15 +297,17 @@ def relative_difference(expected: Tensor, found: Tensor) -> float:
     return (expected - found).abs().max().item() / largest if expected.shape == found.shape and largest > 0 else inf
 
 
-def time_variants(comparison: Comparison, variants: Sequence[Variant], conditions: Conditions) -> list[Measurement]:
-    """Measure the memory of each variant, then the times of all in alternation."""
+def time_variants(
+    comparison: Comparison, variants: Sequence[Variant], conditions: Conditions, warmup: int
+) -> list[Measurement]:
+    """Measure the memory of each variant that torch runs, then the times of all in alternation."""
     device = torch.device(conditions.device)
-    memory = [peak_memory(variant.step, device) for variant in variants]
+    memory = [None if MODES[variant.mode].packages else peak_memory(variant.step, device) for variant in variants]
     steps: dict[str, Callable[[], object]] = {str(place): variant.step for place, variant in enumerate(variants)}
     times = interleave(
         {**steps, "gemm": gemm(device)},
         rounds=conditions.rounds,
-        warmup=1,
+        warmup=warmup,
         patience=conditions.patience,
         rehearse_below=REHEARSE_BELOW,
         device=device,
@@ -292,6 +326,9 @@ def time_variants(comparison: Comparison, variants: Sequence[Variant], condition
             memory=memory[place],
             gemm_rate=rate,
             width=variant.candidate.width,
+            runtime=MODES[variant.mode].runtime,
+            precision=variant.precision,
+            cosine=variant.cosine,
         )
         for place, variant in enumerate(variants)
     ]

@@ -24,6 +24,10 @@ FAMILIES: dict[str, dict[str, str | None]] = {
 }
 
 
+# How a candidate can be run; runtimes.MODES has the functions.
+ALL_MODES = ["eager", "compiled", "optimized", "optimized-int8", "openvino", "openvino-int8", "onnxruntime"]
+
+
 @dataclass(frozen=True)
 class Bench:
     """A benchmark.
@@ -32,19 +36,18 @@ class Bench:
         help: What it measures.
         options: Its own options with their defaults; lists take several values.
         quick: Defaults that differ with --quick.
+        modes: The modes that can be chosen.
         longest_call: Candidates that would take more seconds per call are left out; a thirtieth of it with --quick.
     """
 
     help: str
     options: dict[str, Any]
     quick: dict[str, Any] = field(default_factory=dict)
+    modes: list[str] = field(default_factory=lambda: ALL_MODES)
     longest_call: float = 30.0
 
 
-# How a candidate can be run; measure.MODES has the functions.
-ALL_MODES = ["eager", "compiled", "optimized"]
-# Benchmarks of modules that optimize_for_inference does not take.
-WITHOUT_OPTIMIZED = ("layer", "detection")
+FLOAT_MODES = ["eager", "compiled", "optimized", "openvino"]
 BENCHES = {
     "layer": Bench(
         "an attention layer: InLine on each of its paths, linear, softmax, and the projections alone",
@@ -56,25 +59,26 @@ BENCHES = {
             "modes": ["eager", "compiled"],
         },
         {"tokens": [196, 1600, 4096], "modes": ["eager"]},
+        modes=[mode for mode in ALL_MODES if not mode.startswith("optimized")],
     ),
     "model": Bench(
         "any models of timm, side by side",
-        {"models": [INLINE_DEIT, SOFTMAX_DEIT], "sizes": [224, 384], "batches": [1, 8], "modes": ALL_MODES},
-        {"sizes": [224], "batches": [1, 8], "modes": ["eager", "optimized"]},
+        {"models": [INLINE_DEIT, SOFTMAX_DEIT], "sizes": [224, 384], "batches": [1, 8], "modes": FLOAT_MODES},
+        {"sizes": [224], "batches": [1], "modes": ["eager", "optimized"]},
     ),
     "accuracy": Bench(
         "published accuracy and measured time of all families",
-        {"families": list(FAMILIES), "batches": [1], "modes": ALL_MODES},
+        {"families": list(FAMILIES), "batches": [1], "modes": ["optimized", "openvino"]},
         {"families": ["deit", "pvt"], "modes": ["eager"]},
     ),
     "window": Bench(
         "Swin-T at 224² with windows of several sizes",
-        {"windows": [56, 28, 14, 7], "batches": [1], "modes": ALL_MODES},
+        {"windows": [56, 28, 14, 7], "batches": [1], "modes": ["eager", "optimized", "openvino"]},
         {"windows": [56, 7], "modes": ["eager"]},
     ),
     "resolution": Bench(
         "DeiT-T at several resolutions",
-        {"sizes": [224, 384, 640, 1024], "batches": [1, 8], "modes": ALL_MODES},
+        {"sizes": [224, 384, 640, 1024], "batches": [1, 8], "modes": FLOAT_MODES},
         {"sizes": [224, 384, 640], "batches": [1], "modes": ["eager"]},
     ),
     "scaling": Bench(
@@ -98,6 +102,7 @@ BENCHES = {
             "modes": ["eager"],
         },
         {"height": 256, "width": 416},
+        modes=["eager", "compiled"],
         longest_call=600.0,
     ),
 }
@@ -111,10 +116,12 @@ OPTIONS_HELP = {
     "detectors": "mask_rcnn, cascade_mask_rcnn or both",
     "height": "height of the image in pixels",
     "width": "width of the image in pixels",
-    "models": "names in timm, with options as in 'inline_swin_tiny:window_size=14'; others are compared with the first",
+    "models": "names in timm, with options as in 'inline_swin_tiny:window_size=14', and with a mode as in "
+    "'deit_tiny_patch16_224@openvino' instead of all of --modes; others are compared with the first",
     "sizes": "side lengths of the images in pixels",
     "batches": "images per call",
     "families": f"some of {', '.join(FAMILIES)}",
     "windows": "side lengths of the windows in tokens; all are compared with InLine at the first",
-    "modes": f"some of {', '.join(ALL_MODES)}; optimized is for models of this package",
+    "modes": f"some of {', '.join(ALL_MODES)}; optimized is for models of this package; openvino, openvino-int8 and "
+    "onnxruntime need the extra bench",
 }

@@ -23,6 +23,10 @@ MODE_STYLES = {
     "eager": Style("eager", "#0072B2", "s", ""),
     "compiled": Style("compiled", "#E69F00", "^", ""),
     "optimized": Style("optimized", "#009E73", "o", ""),
+    "optimized-int8": Style("optimized-int8", "#56B4E9", "D", ""),
+    "openvino": Style("openvino", "#D55E00", "v", ""),
+    "openvino-int8": Style("openvino-int8", "#CC79A7", "P", ""),
+    "onnxruntime": Style("onnxruntime", "#000000", "x", ""),
 }
 SIZE_LETTERS = {"tiny": "T", "small": "S", "medium": "M", "base": "B", "large": "L"}
 
@@ -43,7 +47,10 @@ def style_of(name: str) -> Style:
 def time_line(points: Sequence[Measurement], x: Sequence[float]) -> Line:
     """Return milliseconds per image, with their quartiles."""
     low, median, high = ([1000 * one.seconds[i] / one.batch for one in points] for i in range(3))
-    return Line(style_of(points[0].name), x, median, low, high)
+    style = style_of(points[0].name)
+    if points[0].precision != "float32":
+        style = replace(style, name=f"{style.name}, {points[0].precision}", dash=":", hollow=True)
+    return Line(style, x, median, low, high)
 
 
 def time_figure(
@@ -52,11 +59,11 @@ def time_figure(
     """Plot time over what x_of() returns, one panel per batch size."""
     panels = []
     for batch in results.batches:
-        lines: dict[str, list[Measurement]] = {}
+        lines: dict[tuple[str, str], list[Measurement]] = {}
         for one in results.best:
             if one.batch == batch:
                 # A model with windows of several sizes is one line.
-                lines.setdefault(one.name.partition(":window_size=")[0], []).append(one)
+                lines.setdefault((one.name.partition(":window_size=")[0], one.precision), []).append(one)
         found = [time_line(points, [x_of(one) for one in points]) for points in lines.values()]
         panels.append(Panel(x_label, y_label, found, "" if results.what == "layer" else f"batch {batch}"))
     return lines_figure(panels, log_x=True, log_y=True), caption
@@ -68,8 +75,12 @@ def scaling_figure(results: Results) -> tuple[Figure, str]:
     for name, points in results.by_name(results.batches[0]).items():
         tokens = [tokens_of(one) for one in points]
         time_lines.append(time_line(points, tokens))
-        memory_lines.append(Line(style_of(name), tokens, [one.memory / 1e6 for one in points]))
-    panels = [Panel("tokens", "ms per image", time_lines), Panel("tokens", "peak MB", memory_lines)]
+        memory = [one.memory / 1e6 for one in points if one.memory is not None]
+        if len(memory) == len(tokens):
+            memory_lines.append(Line(style_of(name), tokens, memory))
+    panels = [Panel("tokens", "ms per image", time_lines)]
+    if memory_lines:
+        panels.append(Panel("tokens", "peak MB", memory_lines))
     figure = lines_figure(panels, log_x=True, log_y=True)
     return figure, "Time and peak memory of DeiT-T over the number of tokens, on logarithmic scales."
 
@@ -100,17 +111,18 @@ def modes_figure(results: Results) -> tuple[Figure, str]:
     figure = Figure(figsize=(WIDTH, 1.2 + 0.42 * len(rows)))
     axes = figure.subplots()
     handles = []
-    for number, (mode, style) in enumerate(MODE_STYLES.items()):
+    modes = list(dict.fromkeys(one.mode for one in results.measurements))
+    for number, mode in enumerate(modes):
+        style = MODE_STYLES[mode]
         points = [one for one in results.measurements if one.mode == mode]
-        if not points:
-            continue
         rates = [one.images_per_second for one in points]
         errors = [
             [rate - one.batch / one.seconds.high for rate, one in zip(rates, points, strict=True)],
             [one.batch / one.seconds.low - rate for rate, one in zip(rates, points, strict=True)],
         ]
         # Modes are shifted, so that error bars do not overlap.
-        places = [rows.index((one.comparison, one.name)) + 0.22 * (number - 1) for one in points]
+        shift = 0.66 * ((number + 0.5) / len(modes) - 0.5)
+        places = [rows.index((one.comparison, one.name)) + shift for one in points]
         handles.append(axes.errorbar(rates, places, xerr=errors, **style.line, capsize=2))
     is_unique = len({name for _, name in rows}) == len(rows)
     axes.set_yticks(range(len(rows)), [name if is_unique else f"{name}, {comparison}" for comparison, name in rows])
@@ -127,7 +139,7 @@ def detection_figure(results: Results) -> tuple[Figure, str]:
     best = results.best
     has_kinds = len({one.comparison for one in best}) > 1
     names = [f"{one.name}, {one.comparison}" if has_kinds else one.name for one in best]
-    panels = {"s": [one.seconds.median for one in best], "peak MB": [one.memory / 1e6 for one in best]}
+    panels = {"s": [one.seconds.median for one in best], "peak MB": [(one.memory or 0) / 1e6 for one in best]}
     figure = Figure(figsize=(WIDTH, 1.2 + 0.42 * len(names)))
     (grid,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axes, (label, values) in zip(grid, panels.items(), strict=True):

@@ -31,10 +31,11 @@ def conditions_sentence(results: Results) -> str:
     what = "Forward and backward" if settings["backward"] else "Forward"
     threads = f"{settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
     where = f"{machine['gpu']}" if "gpu" in machine else f"{threads} of {machine['processor']}"
+    precisions = " and ".join(dict.fromkeys(one.precision for one in results.measurements))
     rounds = sorted({one.rounds for one in results.measurements})
     span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
     return (
-        f"{what}, float32, {where} ({machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB, load "
+        f"{what}, {precisions}, {where} ({machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB, load "
         f"{machine['load']:g} before), {span} interleaved rounds. A {GEMM_SIDE}³ matrix product in the same rounds "
         f"reached {machine['gemm_rate'] / 1e9:.0f} GFLOP/s."
     )

@@ -15,15 +15,18 @@ class Measurement:
     Attributes:
         comparison: Title of its comparison.
         name: Name of the candidate.
-        mode: One of measure.MODES.
+        mode: One of runtimes.MODES.
         size: Side length or height of its images, or its number of tokens.
         batch: Images per call.
         seconds: Seconds per call.
         rounds: Number of timed calls.
         flops: Floating-point operations per call on the reference path; backward counts twice as much as forward.
-        memory: Peak bytes of a call beyond weights and input.
+        memory: Peak bytes of a call beyond weights and input; None if another runtime than torch allocates them.
         gemm_rate: Floating-point operations per second of a large matrix product, timed in the same rounds.
         width: Width of its images if they are not square.
+        runtime: What ran it.
+        precision: "float32" or "int8".
+        cosine: In int8, the cosine between its outputs and those in float32.
     """
 
     comparison: str
@@ -34,9 +37,12 @@ class Measurement:
     seconds: Quartiles
     rounds: int
     flops: float
-    memory: int
+    memory: int | None
     gemm_rate: float
     width: int | None = None
+    runtime: str = "eager"
+    precision: str = "float32"
+    cosine: float | None = None
 
     @property
     def images_per_second(self) -> float:
@@ -69,20 +75,20 @@ class Results:
 
     @property
     def best(self) -> list[Measurement]:
-        """The fastest mode of each candidate in each comparison, in order."""
-        best: dict[tuple[str, str], Measurement] = {}
+        """The fastest mode of each candidate in each comparison and precision, in order."""
+        best: dict[tuple[str, str, str], Measurement] = {}
         for one in self.measurements:
-            other = best.setdefault((one.comparison, one.name), one)
-            if one.seconds.median < other.seconds.median:
-                best[one.comparison, one.name] = one
+            key = one.comparison, one.name, one.precision
+            if one.seconds.median < best.setdefault(key, one).seconds.median:
+                best[key] = one
         return list(best.values())
 
     @property
-    def first(self) -> dict[str, Measurement]:
-        """The fastest mode of the first candidate, by comparison."""
-        found: dict[str, Measurement] = {}
+    def first(self) -> dict[tuple[str, str], Measurement]:
+        """The fastest mode of the first candidate, by comparison and precision."""
+        found: dict[tuple[str, str], Measurement] = {}
         for one in self.best:
-            found.setdefault(one.comparison, one)
+            found.setdefault((one.comparison, one.precision), one)
         return found
 
     @property
@@ -91,12 +97,19 @@ class Results:
         return list(dict.fromkeys(one.batch for one in self.measurements))
 
     def by_name(self, batch: int | None = None) -> dict[str, list[Measurement]]:
-        """Return the fastest modes by candidate, of one batch size or of all."""
+        """Return the fastest modes in the first precision by candidate, of one batch size or of all."""
+        precision = self.measurements[0].precision
         found: dict[str, list[Measurement]] = {}
         for one in self.best:
-            if batch is None or one.batch == batch:
+            if one.precision == precision and (batch is None or one.batch == batch):
                 found.setdefault(one.name, []).append(one)
         return found
+
+
+def is_inline(name: str) -> bool:
+    """Return whether a candidate has InLine attention, by its name, such as inline_deit_tiny:attention=softmax."""
+    attention = name.partition("attention=")[2].partition(",")[0]
+    return attention == "inline" if attention else name.lower().startswith("inline")
 
 
 def read_results(path: Path) -> tuple[Results, dict[str, Any]]:

@@ -11,9 +11,10 @@ from ..models.catalog import CATALOG
 from ..utils.validation import MOST_PIXELS, Range, check_value, require
 from .candidates import check_names, layer_comparisons, model_candidate, model_comparisons
 from .detectors import detector_comparisons
-from .measure import MODES, Conditions, measure
-from .options import BENCHES, FAMILIES, INLINE_DEIT, INLINE_SWIN, SOFTMAX_DEIT, SOFTMAX_SWIN, WITHOUT_OPTIMIZED
+from .measure import Conditions, measure
+from .options import ALL_MODES, BENCHES, FAMILIES, INLINE_DEIT, INLINE_SWIN, SOFTMAX_DEIT, SOFTMAX_SWIN
 from .results import Results
+from .runtimes import refusal
 from .workload import Comparison
 
 # Published ImageNet-1K top-1 of timm's models; the catalog has that of the models of this package.
@@ -70,6 +71,7 @@ def run_bench(
     *,
     threads: int | None = None,
     rounds: int | None = None,
+    patience: float | None = None,
     device: str = "cpu",
     backward: bool = False,
     quick: bool = False,
@@ -81,9 +83,10 @@ def run_bench(
         what: Its name.
         threads: Threads of torch; None = torch's default.
         rounds: Timed calls of each candidate, at most; None = 50, or 10 if quick.
+        patience: Seconds after which no further round of a comparison begins; None = 30, or 4 if quick.
         device: "cpu" or "cuda".
         backward: Measure forward and backward instead of forward alone.
-        quick: Take smaller defaults, for results within a minute, or a few where models are optimized.
+        quick: Take smaller defaults, for results within a minute.
         **options: Options of the benchmark; None = default.
     """
     bench = BENCHES[what]
@@ -92,16 +95,19 @@ def run_bench(
     conditions = Conditions(
         threads=torch.get_num_threads() if threads is None else threads,
         rounds=(10 if quick else 50) if rounds is None else rounds,
-        patience=4.0 if quick else 30.0,
+        patience=(4.0 if quick else 30.0) if patience is None else patience,
         longest_call=bench.longest_call / (30 if quick else 1),
         device=device,
         backward=backward,
     )
     modes = chosen.pop("modes")
-    check_names("mode", modes, MODES)
+    check_names("mode", modes, ALL_MODES)
     asked = options.get("modes") or ()
-    require(
-        "optimized" not in asked or (what not in WITHOUT_OPTIMIZED and not backward),
-        f"mode optimized is for inference with classifiers, not for {'--backward' if backward else what}: leave it out",
-    )
-    return measure(what, COMPARISONS[what](**chosen), modes, conditions, **chosen, quick=quick)
+    for mode in asked:
+        remedy = f"choose among {', '.join(bench.modes)}"
+        require(mode in bench.modes, f"mode {mode} is for classifiers, not for {what}: {remedy}")
+    reasons = {mode: refusal(mode, device=device, backward=backward) for mode in modes if mode not in asked}
+    # Of modes that nobody asked for, only missing packages are worth a note.
+    notes = [reason for mode, reason in reasons.items() if "pip install" in reason]
+    modes = [mode for mode in modes if not reasons.get(mode)]
+    return measure(what, COMPARISONS[what](**chosen), modes, conditions, notes=notes, **chosen, quick=quick)

@@ -1,12 +1,12 @@
 """The tables of benchmarks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..report import Table
-from .results import Measurement, Results
+from .results import Measurement, Results, is_inline
 from .studies import published_top1
 
 ALL_MEASUREMENTS = (
@@ -15,6 +15,8 @@ ALL_MEASUREMENTS = (
 # Side length of a DeiT's patches in pixels.
 PATCH = 16
 MISSING = "–"
+# Benchmarks in which InLine is not compared with the best of all others.
+WITHOUT_BASELINE = ("layer", "revision", "window")
 
 
 def summary_tables(results: Results) -> list[Table]:
@@ -25,7 +27,10 @@ def summary_tables(results: Results) -> list[Table]:
         return [detection_table(results)]
     if results.what == "scaling":
         return [ratio_table(results), exponents_table(results)]
-    return [ratio_table(results)]
+    names = {one.name for one in results.measurements}
+    if results.what in WITHOUT_BASELINE or len({is_inline(name) for name in names}) == 1:
+        return [ratio_table(results)]
+    return [best_table(results), *([ratio_table(results)] if len(names) > 2 else [])]
 
 
 def full_table(results: Results) -> Table:
@@ -45,9 +50,12 @@ def full_table(results: Results) -> Table:
             "images/s": three_digits(one.images_per_second),
             "GFLOP/s": f"{one.rate / 1e9:.0f}",
             "% of GEMM": f"{100 * one.rate / one.gemm_rate:.0f}",
-            "MB": three_digits(one.memory / 1e6),
+            "MB": megabytes(one),
+            "cosine": MISSING if one.cosine is None else f"{one.cosine:.4f}",
             "× time": times(one, results),
         }
+        if not any(one.cosine is not None for one in results.measurements):
+            del cells["cosine"]
         if is_layer:
             del cells["images/s"]
         rows.append(cells)
@@ -55,20 +63,62 @@ def full_table(results: Results) -> Table:
 
 
 def times(one: Measurement, results: Results) -> str:
-    """Return the time relative to the first candidate's best mode."""
-    return f"{one.seconds.median / results.first[one.comparison].seconds.median:.2f}"
+    """Return the time relative to the first candidate's best mode in the same precision."""
+    return f"{one.seconds.median / results.first[one.comparison, one.precision].seconds.median:.2f}"
+
+
+def megabytes(one: Measurement) -> str:
+    """Return the peak memory in MB, where it is known."""
+    return MISSING if one.memory is None else three_digits(one.memory / 1e6)
+
+
+def best_of(results: Iterable[Measurement]) -> Measurement | None:
+    """Return the fastest of some measurements, if there are any."""
+    return min(results, key=lambda one: one.seconds.median, default=None)
+
+
+def best_table(results: Results) -> Table:
+    """Return the fastest InLine beside the fastest of the others, in each comparison and precision."""
+    rows = []
+    for comparison, precision in results.first:
+        found = [one for one in results.best if (one.comparison, one.precision) == (comparison, precision)]
+        inline = best_of(one for one in found if is_inline(one.name))
+        other = best_of(one for one in found if not is_inline(one.name))
+        cells = [
+            MISSING if one is None else f"{three_digits(1000 * one.seconds.median)} ({one.mode})"
+            for one in (inline, other)
+        ]
+        ratio = f"{other.seconds.median / inline.seconds.median:.2f}" if inline and other else MISSING
+        rows.append((f"{found[0].size}²", str(found[0].batch), precision, *cells, ratio))
+    names = {one.name for one in results.measurements}
+    labels = []
+    for kind, label in ((True, "InLine"), (False, "others")):
+        own = [name for name in names if is_inline(name) == kind]
+        labels.append(own[0] if len(own) == 1 else label)
+    headings = ("size", "batch", "precision", *(f"{label}, ms" for label in labels), "speed-up")
+    caption = "The best mode of InLine and the best of its baseline, in the same precision; speed-up is their ratio"
+    return Table(headings, rows, caption)
 
 
 def ratio_table(results: Results) -> Table:
     """Return times relative to the first: one row per comparison, or per candidate if each is in one comparison."""
     best = results.best
-    cells = {(one.comparison, one.name): f"{times(one, results)} ({one.mode})" for one in best}
+    precisions = list(dict.fromkeys(one.precision for one in best))
+
+    def title(text: str, precision: str) -> str:
+        return text if len(precisions) == 1 else f"{text}, {precision}"
+
+    cells = {(one.comparison, one.precision, one.name): f"{times(one, results)} ({one.mode})" for one in best}
     names = list(dict.fromkeys(one.name for one in best))
     caption = "Time of the best mode, relative to the best mode of the first"
-    if len(names) == len(best):
-        return Table(("model", "× time"), [(name, cell) for (_, name), cell in cells.items()], caption)
-    rows = [(title, *(cells.get((title, name), MISSING) for name in names)) for title in results.first]
-    return Table(("", *names), rows, caption)
+    if len(names) == len(best) or len(results.first) == len(precisions):
+        rows = [(title(name, precision), cell) for (_, precision, name), cell in cells.items()]
+        return Table(("model", "× time"), rows, caption)
+    table = [
+        (title(comparison, precision), *(cells.get((comparison, precision, name), MISSING) for name in names))
+        for comparison, precision in results.first
+    ]
+    return Table(("", *names), table, caption)
 
 
 def accuracy_table(results: Results) -> Table:
@@ -90,8 +140,8 @@ def detection_table(results: Results) -> Table:
             f"{one.flops / 2e9:.0f}",
             f"{one.seconds.median:.2f}",
             times(one, results),
-            three_digits(one.memory / 1e6),
-            f"{one.memory / results.first[one.comparison].memory:.3f}",
+            megabytes(one),
+            f"{(one.memory or 0) / (results.first[one.comparison, one.precision].memory or 1):.3f}",
         )
         for one in results.best
     ]
@@ -106,7 +156,8 @@ def exponents_table(results: Results) -> Table:
         tokens = [tokens_of(one) for one in points]
         half = len(points) // 2
         cells: list[float | None] = []
-        for values in ([one.seconds.median for one in points], [one.memory for one in points]):
+        memory = [one.memory for one in points if one.memory is not None]
+        for values in ([one.seconds.median for one in points], memory):
             cells += [exponent(tokens, values), exponent(tokens[half:], values[half:])]
         sizes = f"{points[0].size}² … {points[-1].size}²"
         rows.append((name, sizes, *(MISSING if cell is None else f"{cell:.2f}" for cell in cells)))
@@ -116,8 +167,8 @@ def exponents_table(results: Results) -> Table:
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return the slope of log y over log x by least squares; None for fewer than two points."""
-    return float(np.polyfit(np.log(x), np.log(y), 1)[0]) if len(x) > 1 else None
+    """Return the slope of log y over log x by least squares; None for fewer than two points, or an incomplete y."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0]) if len(x) == len(y) > 1 else None
 
 
 def tokens_of(one: Measurement) -> int:
@@ -130,6 +181,12 @@ def machine_table(records: Mapping[str, tuple[Results, dict[str, Any]]]) -> Tabl
     rows = []
     for name, (results, facts) in records.items():
         machine, versions = results.machine, facts["versions"]
+        packages = {
+            "torch": versions["torch"],
+            "timm": versions["timm"],
+            **machine.get("packages", {}),
+            "Python": versions["python"],
+        }
         rows.append(
             (
                 name,
@@ -139,7 +196,7 @@ def machine_table(records: Mapping[str, tuple[Results, dict[str, Any]]]) -> Tabl
                 str(results.settings["threads"]),
                 f"{machine['load']:g}",
                 f"{machine['gemm_rate'] / 1e9:.0f}",
-                f"torch {versions['torch']}, timm {versions['timm']}, Python {versions['python']}",
+                ", ".join(f"{package} {version}" for package, version in packages.items()),
             )
         )
     headings = ("record", "date", "machine", "GiB", "threads", "load before", "GEMM GFLOP/s", "versions")

@@ -38,6 +38,10 @@ def nominal_flops(module: nn.Module, x: Tensor, count: Count = count_flops) -> f
     return count(module, x)
 
 
+class LeftOut(Exception):
+    """A candidate cannot be measured; the message is the reason."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A module to measure.
@@ -50,6 +54,7 @@ class Candidate:
         is_optional: Whether it is left out, with a note, if it refuses its input by a ValueError.
         width: Width of its images if they are not square.
         count: Counts its floating-point operations.
+        modes: The modes that it is measured in; None = those of the benchmark.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Candidate:
     is_optional: bool = False
     width: int | None = None
     count: Count = count_flops
+    modes: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,10 @@ def make_study_parser(name: str) -> ArgumentParser:
     measuring.add_argument("--backward", action="store_true", help="forward and backward instead of forward alone")
     measuring.add_argument("--threads", type=int, default=SUPPRESS, help="threads of torch; as it chooses by default")
     measuring.add_argument("--rounds", type=int, default=SUPPRESS, help="most calls of each candidate; 50 by default")
+    about = "seconds after which no further round of a comparison begins; 30 by default"
+    measuring.add_argument("--patience", type=float, default=SUPPRESS, help=about)
     modes = (bench.options | bench.quick)["modes"]
-    # Optimizing a model compiles parts of it.
-    time = "a minute" if modes == ["eager"] else "a few minutes"
-    about = f"fewer of all, in {time}; modes: {', '.join(modes)}"
+    about = f"fewer of all, within a minute; modes: {', '.join(modes)}"
     measuring.add_argument("--quick", action="store_true", help=about)
     measuring.add_argument("--device", type=str, default="cpu", help="cpu or cuda")
     results = parser.add_argument_group("results")
