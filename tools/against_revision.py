@@ -2,7 +2,8 @@
 
 python tools/against_revision.py d036cfb --output runs/bench
 
-Both have the same weights and must give the same outputs.
+Both have the same weights and must give the same outputs. The other revision is one without native kernels, whose
+operators a process can register only once.
 """
 
 import argparse

@@ -18,7 +18,7 @@ def test_bench_prints_a_table_and_writes_a_report(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.json", "a.png", "a.svg"}
 
 
-def test_a_quick_bench_of_models_includes_the_optimized_mode(monkeypatch, capsys):
+def test_a_quick_bench_of_models_includes_the_best_modes_of_both(monkeypatch, capsys):
     from inlinevit.benchmark import runtimes
 
     # Compiling it takes most of a minute.
@@ -26,10 +26,10 @@ def test_a_quick_bench_of_models_includes_the_optimized_mode(monkeypatch, capsys
     words = f"bench model --quick --rounds 2 --threads 1 --models {TINY} resnet10t --sizes 32 --batches 1"
     cli.main(words.split())
     printed = " ".join(capsys.readouterr().out.split())
-    assert "The modes eager and optimized are compared; optimized not for resnet10t." in printed
+    assert "The modes eager, optimized and openvino are compared; optimized not for resnet10t." in printed
     with pytest.raises(SystemExit):
         cli.main(["bench", "model", "--help"])
-    assert "modes: eager, optimized" in " ".join(capsys.readouterr().out.split())
+    assert "modes: eager, optimized, openvino" in " ".join(capsys.readouterr().out.split())
 
 
 def test_bench_reports_nothing_if_outputs_differ(tmp_path, refused, monkeypatch):

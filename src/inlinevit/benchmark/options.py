@@ -64,7 +64,7 @@ BENCHES = {
     "model": Bench(
         "any models of timm, side by side",
         {"models": [INLINE_DEIT, SOFTMAX_DEIT], "sizes": [224, 384], "batches": [1, 8], "modes": FLOAT_MODES},
-        {"sizes": [224], "batches": [1], "modes": ["eager", "optimized"]},
+        {"sizes": [224], "batches": [1], "modes": ["eager", "optimized", "openvino"]},
     ),
     "accuracy": Bench(
         "published accuracy and measured time of all families",

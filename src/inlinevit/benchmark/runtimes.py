@@ -165,7 +165,8 @@ def prepare_onnxruntime(module: nn.Module, x: Tensor, threads: int) -> Call:
 @contextmanager
 def conversion(target: str) -> Iterator[None]:
     """A context for the conversion of a module to another runtime: without gradients, warnings and progress bars."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    names = ("torch.onnx", "torch.utils.cpp_extension", "onnxscript", "onnx_ir")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -10,7 +10,8 @@ from .results import Measurement, Results, is_inline
 from .studies import published_top1
 
 ALL_MEASUREMENTS = (
-    "All measurements; MB is the peak beyond weights and input; × time is relative to the best mode of the first"
+    "All measurements; MB is the peak beyond weights and input; × time is relative to the best mode of the first in "
+    "the same precision"
 )
 # Side length of a DeiT's patches in pixels.
 PATCH = 16
