@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layers import BaseAttention, Block, ResamplePosEmbed
 from ..layers._cached_pos_embed import CachedResamplePosEmbed
 from ..layers._chunks import has_hooks, records_graph
-from ..layers.layouts import merge_heads
+from ..ops.windows import merge_heads
 from ._backbone import Backbone, as_image
 
 # Up to this many pixels per call, compiling the model as a whole is fastest; beyond, compiled branches in chunks are.
