@@ -33,8 +33,8 @@ class Free(BaseAttention):
 
     supports_windows = supports_lepe = False
 
-    def forward(self, x, feat_size, context=None):
-        self.check_tokens(x, feat_size, context)
+    def forward(self, x, feat_size, kernel_tokens=None):
+        self.check_tokens(x, feat_size, kernel_tokens)
         v = self.qkv(x)[..., : self.dim]
         return self.proj_drop(self.proj(v + v.mean(dim=1, keepdim=True)))
 
@@ -46,8 +46,8 @@ class WithParameter(Good):
         super().__init__(dim, num_heads, **kwargs)
         self.shift = nn.Parameter(torch.zeros(1, device=kwargs.get("device"), dtype=kwargs.get("dtype")))
 
-    def forward(self, x, feat_size, context=None):
-        return super().forward(x, feat_size, context) + self.shift
+    def forward(self, x, feat_size, kernel_tokens=None):
+        return super().forward(x, feat_size, kernel_tokens) + self.shift
 
 
 class IgnoresDevice(WithParameter):
@@ -57,9 +57,9 @@ class IgnoresDevice(WithParameter):
 
 
 class SquareMapsOnly(Good):
-    def forward(self, x, feat_size, context=None):
+    def forward(self, x, feat_size, kernel_tokens=None):
         side = int((feat_size[0] * feat_size[1]) ** 0.5)
-        return super().forward(x, (side, side), context)
+        return super().forward(x, (side, side), kernel_tokens)
 
 
 class PrefixSeesItself(Good):
@@ -68,13 +68,13 @@ class PrefixSeesItself(Good):
 
 
 class UncheckedTokens(Free):
-    def check_tokens(self, x, feat_size, context):
+    def check_tokens(self, x, feat_size, kernel_tokens):
         pass
 
 
 class SeesAllWindows(Good):
-    def forward(self, x, feat_size, context=None):
-        return super().forward(x, feat_size, context) + x.mean(dim=1, keepdim=True)
+    def forward(self, x, feat_size, kernel_tokens=None):
+        return super().forward(x, feat_size, kernel_tokens) + x.mean(dim=1, keepdim=True)
 
 
 class SeesPadding(Good):
@@ -98,41 +98,41 @@ class WrongGradient(Good):
 
 
 class MixesImages(Good):
-    def forward(self, x, feat_size, context=None):
-        return super().forward(x - x.mean(dim=0, keepdim=True), feat_size, context)
+    def forward(self, x, feat_size, kernel_tokens=None):
+        return super().forward(x - x.mean(dim=0, keepdim=True), feat_size, kernel_tokens)
 
 
 class ChangesTokens(Good):
-    def forward(self, x, feat_size, context=None):
-        return super().forward(x.mul_(0.5) if not x.requires_grad else x, feat_size, context)
+    def forward(self, x, feat_size, kernel_tokens=None):
+        return super().forward(x.mul_(0.5) if not x.requires_grad else x, feat_size, kernel_tokens)
 
 
 class Noisy(Good):
-    def forward(self, x, feat_size, context=None):
-        return super().forward(x + 1e-3 * torch.randn_like(x), feat_size, context)
+    def forward(self, x, feat_size, kernel_tokens=None):
+        return super().forward(x + 1e-3 * torch.randn_like(x), feat_size, kernel_tokens)
 
 
-class NoContext(Good):
+class NoKernelTokens(Good):
     def forward(self, x, feat_size):
         return super().forward(x, feat_size)
 
 
 class KeepsTheLargestMap(Good):
-    def forward(self, x, feat_size, context=None):
+    def forward(self, x, feat_size, kernel_tokens=None):
         # A cache that other sizes change.
         self.widths = {*getattr(self, "widths", ()), feat_size[1]}
-        return super().forward(x, feat_size, context) + len(self.widths)
+        return super().forward(x, feat_size, kernel_tokens) + len(self.widths)
 
 
 class NoDropout(Free):
-    def forward(self, x, feat_size, context=None):
-        self.check_tokens(x, feat_size, context)
+    def forward(self, x, feat_size, kernel_tokens=None):
+        self.check_tokens(x, feat_size, kernel_tokens)
         return self.proj(self.qkv(x)[..., : self.dim])
 
 
 class AlwaysFloat32(Good):
-    def forward(self, x, feat_size, context=None):
-        return super().forward(x, feat_size, context).float()
+    def forward(self, x, feat_size, kernel_tokens=None):
+        return super().forward(x, feat_size, kernel_tokens).float()
 
 
 class Imprecise(Good):
@@ -177,15 +177,15 @@ class NotRowWise(Good):
 
 
 class FailsInTraining(Good):
-    def forward(self, x, feat_size, context=None):
+    def forward(self, x, feat_size, kernel_tokens=None):
         if self.training and x.shape[1] > 60:
             raise RuntimeError("not in training")
-        return super().forward(x, feat_size, context)
+        return super().forward(x, feat_size, kernel_tokens)
 
 
 class ManyGraphs(Good):
-    def forward(self, x, feat_size, context=None):
-        return super().forward(x * float(x.sum() > 0) + x * float(x.sum() <= 0), feat_size, context)
+    def forward(self, x, feat_size, kernel_tokens=None):
+        return super().forward(x * float(x.sum() > 0) + x * float(x.sum() <= 0), feat_size, kernel_tokens)
 
 
 CASES = [
@@ -204,7 +204,7 @@ CASES = [
     ("batch", MixesImages, "an image gives the same alone and in a batch"),
     ("purity", ChangesTokens, "does not change the tokens that it is given"),
     ("purity", Noisy, "gives the same bits each time"),
-    ("purity", NoContext, "takes `context`.* It failed with TypeError"),
+    ("purity", NoKernelTokens, "takes `kernel_tokens`.* It failed with TypeError"),
     ("purity", KeepsTheLargestMap, "maps of other sizes in between have no influence"),
     ("dropout", NoDropout, "in training mode, proj_drop drops values"),
     ("half_precision", AlwaysFloat32, "has this dtype, not torch.float32"),

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from .layers import Block, CrossStripes, SquareWindows, WholeMap
 from .layers._inference_block import attend_prefix
-from .layers.base_attention import BaseAttention, add_convolution, join_head_groups
-from .layers.layouts import merge_heads, padding_mask, window_reverse
+from .layers.base_attention import BaseAttention, join_head_groups
 from .layers.registry import ATTENTIONS, attention_name, contract_problem, find_attention, overrides
 from .models.inference import optimize_for_inference
 from .models.inline_cswin import InLineCSWin
 from .models.inline_deit import InLineDeiT
 from .models.inline_pvt import InLinePVT
 from .models.inline_swin import InLineSwin
+from .ops.local import add_convolution
+from .ops.windows import merge_heads, padding_mask, window_reverse
 
 __all__ = ["ATTENTION_CHECKS", "check_attention"]
 
@@ -216,7 +217,7 @@ def check_windows(subject: Subject) -> None:
                 assert mask is not None
                 padding = ~mask[:, None, :, None]
                 out, other = module.attend(q, k, v, windows), module.attend(q, k + 3.0 * padding, v, windows)
-                promise = "keys at padding have no influence on attend (mask them: layouts.padding_mask)"
+                promise = "keys at padding have no influence on attend (mask them: ops.windows.padding_mask)"
                 expect_close(other.masked_fill(padding, 0), out.masked_fill(padding, 0), promise)
 
 
@@ -273,7 +274,7 @@ def check_batch(subject: Subject) -> None:
 
 
 def check_purity(subject: Subject) -> None:
-    """forward changes neither its input nor its state, takes `context`, and tokens that are not contiguous."""
+    """forward changes neither its input nor its state, takes `kernel_tokens`, and tokens that are not contiguous."""
     module = subject.random()
     x = subject.tokens(SIZE[0] * SIZE[1])
     before, state = x.clone(), {name: value.clone() for name, value in module.state_dict().items()}
@@ -283,8 +284,8 @@ def check_purity(subject: Subject) -> None:
         expect(torch.equal(first, second), "in evaluation mode, forward gives the same bits each time")
         for name, value in module.state_dict().items():
             expect(torch.equal(value, state[name]), f"in evaluation mode, forward does not change {name}")
-        # The context of the local residual is x by default; blocks always pass it, by position.
-        expect_close(module(x, SIZE, x), first, "forward takes context, and x as context changes nothing")
+        # kernel_tokens are x by default; blocks always pass them, by position.
+        expect_close(module(x, SIZE, x), first, "forward takes kernel_tokens, and x as kernel_tokens changes nothing")
         strided = x.transpose(1, 2).contiguous().transpose(1, 2)
         expect_close(module(strided, SIZE), first, "tokens need not be contiguous")
         # Another map in between, for what a module might keep of the last one.
@@ -380,17 +381,17 @@ def check_attention_weights(subject: Subject) -> None:
     for name, layout in subject.layouts().items():
         prefix = 1 if name == "the whole map" and subject.kind.supports_prefix_tokens else 0
         module = subject.random(layout=layout, lepe=name == "stripes" and subject.kind.supports_lepe)
-        x, context = (subject.tokens(prefix + SIZE[0] * SIZE[1], seed=seed) for seed in (1, 2))
+        x, kernel_tokens = (subject.tokens(prefix + SIZE[0] * SIZE[1], seed=seed) for seed in (1, 2))
         with torch.no_grad():
             for chunk in (100, 6):
-                out = forward_by_weights(module, x, context, chunk)
+                out = forward_by_weights(module, x, kernel_tokens, chunk)
                 promise = f"with {name}, forward is attention_weights @ v, plus the kernels, through proj"
-                expect_close(out, module(x, SIZE, context), f"{promise} ({chunk} queries at a time)")
+                expect_close(out, module(x, SIZE, kernel_tokens), f"{promise} ({chunk} queries at a time)")
             for q, k, v, windows in module.partition(x, SIZE):
                 check_masks(module, q, k, v, windows, name)
 
 
-def forward_by_weights(module: BaseAttention, x: Tensor, context: Tensor, chunk: int) -> Tensor:
+def forward_by_weights(module: BaseAttention, x: Tensor, kernel_tokens: Tensor, chunk: int) -> Tensor:
     """Compute forward from explicit weights, so many queries at a time."""
     outputs = []
     for q, k, v, windows in module.partition(x, SIZE):
@@ -399,7 +400,7 @@ def forward_by_weights(module: BaseAttention, x: Tensor, context: Tensor, chunk:
             for first in range(0, q.shape[2], chunk)
         ]
         out = merge_heads(torch.cat(rows, dim=2))
-        kernels = module.local_kernels(context, windows), module.static_kernels(windows)
+        kernels = module.local_kernels(kernel_tokens, windows), module.static_kernels(windows)
         outputs.append(window_reverse(add_convolution(out, v, *kernels, windows), windows))
     return module.proj(join_head_groups(outputs))
 

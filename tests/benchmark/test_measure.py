@@ -136,7 +136,9 @@ def test_a_broken_path_is_refused(monkeypatch):
     measure("layer", comparisons, ["eager"], QUICK)
     right = InLineAttention.attend_folded
     monkeypatch.setattr(
-        InLineAttention, "attend_folded", lambda self, x, size, context: 1.01 * right(self, x, size, context)
+        InLineAttention,
+        "attend_folded",
+        lambda self, x, size, kernel_tokens: 1.01 * right(self, x, size, kernel_tokens),
     )
     with pytest.raises(ValueError, match=r"InLine.* and InLine.* should agree, but differ by"):
         measure("layer", comparisons, ["eager"], QUICK)

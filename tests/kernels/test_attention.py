@@ -7,17 +7,9 @@ import torch
 from torch import Tensor
 
 from inlinevit import kernels, ops
-from inlinevit.layers.base_attention import add_convolution
-from inlinevit.layers.layouts import (
-    CrossStripes,
-    SquareWindows,
-    WholeMap,
-    Windows,
-    merge_heads,
-    padding_mask,
-    partition_heads,
-    window_reverse,
-)
+from inlinevit.layers.layouts import CrossStripes, SquareWindows, WholeMap
+from inlinevit.ops.local import add_convolution
+from inlinevit.ops.windows import Windows, merge_heads, padding_mask, partition_heads, window_reverse
 
 # Relative to the norm of the output.
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13}
@@ -164,8 +156,8 @@ WHOLE = WholeMap()((2, 2))[0]
         (torch.zeros(1, 4, 12), WHOLE, {"num_heads": 3}, "3 heads"),
         (torch.zeros(1, 4, 12).half(), WHOLE, {}, "float32"),
         (torch.zeros(1, 3, 12), WHOLE, {}, "3 tokens"),
-        (torch.zeros(1, 5, 12), WHOLE._replace(height=1), {}, "prefix tokens only"),
-        (torch.zeros(1, 4, 12), WHOLE._replace(height=3), {}, "do not fit"),
+        (torch.zeros(1, 5, 12), WHOLE._replace(window_height=1), {}, "prefix tokens only"),
+        (torch.zeros(1, 4, 12), WHOLE._replace(window_height=3), {}, "do not fit"),
         (torch.zeros(1, 4, 12), WHOLE._replace(shift_up=2), {}, "shifted"),
         (torch.zeros(1, 4, 12), WHOLE._replace(num_head_groups=3), {}, "groups"),
         (torch.zeros(1, 4, 12), WHOLE._replace(head_group=1), {}, "group 1"),

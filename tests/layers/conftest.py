@@ -24,7 +24,7 @@ from inlinevit.layers import (
     SoftmaxAttention,
     SquareWindows,
 )
-from inlinevit.layers.layouts import Windows
+from inlinevit.ops.windows import Windows
 
 
 @dataclass
@@ -41,14 +41,14 @@ class Slot:
 
 def slots_of(windows: Windows) -> list[list[Slot]]:
     """For each window, row by row, its places, row by row: straight from the definition of rolling and cutting."""
-    height = -(-windows.map_height // windows.height) * windows.height
-    width = -(-windows.map_width // windows.width) * windows.width
+    height = -(-windows.map_height // windows.window_height) * windows.window_height
+    width = -(-windows.map_width // windows.window_width) * windows.window_width
     found = []
-    for top in range(0, height, windows.height):
-        for left in range(0, width, windows.width):
+    for top in range(0, height, windows.window_height):
+        for left in range(0, width, windows.window_width):
             window = []
-            for row in range(windows.height):
-                for column in range(windows.width):
+            for row in range(windows.window_height):
+                for column in range(windows.window_width):
                     y, x = (top + row + windows.shift_up) % height, (left + column + windows.shift_left) % width
                     real = y < windows.map_height and x < windows.map_width
                     window.append(Slot(row, column, y, x, y * windows.map_width + x if real else None))
@@ -83,17 +83,17 @@ def head_groups_of(layout: object, size: tuple[int, int]) -> list[Windows]:
 
 def window_map(values: Tensor, slots: list[Slot], windows: Windows) -> Tensor:
     """(real tokens, channels) as a map (1, channels, height, width) with zeros at padding."""
-    out = torch.zeros(1, values.shape[1], windows.height, windows.width, dtype=values.dtype)
+    out = torch.zeros(1, values.shape[1], windows.window_height, windows.window_width, dtype=values.dtype)
     for value, slot in zip(values, slots, strict=True):
         out[0, :, slot.row, slot.column] = value
     return out
 
 
 def attention_reference(
-    mixer: BaseAttention, x: Tensor, size: tuple[int, int], context: Tensor | None = None
+    mixer: BaseAttention, x: Tensor, size: tuple[int, int], kernel_tokens: Tensor | None = None
 ) -> Tensor:
-    """What mixer(x, size, context) should give."""
-    context = x if context is None else context
+    """What mixer(x, size, kernel_tokens) should give."""
+    kernel_tokens = x if kernel_tokens is None else kernel_tokens
     batch, tokens, dim = x.shape
     prefix, width = tokens - size[0] * size[1], mixer.head_dim
     out = torch.zeros_like(x)
@@ -114,7 +114,7 @@ def attention_reference(
                     channels = slice(head * width, (head + 1) * width)
                     own = window.channels(head)
                     values = v[image, index, channels]
-                    mean = context[image, index, channels].mean(dim=0)
+                    mean = kernel_tokens[image, index, channels].mean(dim=0)
                     for kernel, bias in convolutions(mixer, mean, head):
                         mixed[prefix:, own] += convolve(window, values[prefix:], kernel, bias)
                 out[image, index, group] = mixed
@@ -140,7 +140,7 @@ class Window:
 
     def places(self) -> list[int]:
         """Of each token, its place in the row of all tokens of the window, padding too."""
-        return [*range(self.prefix), *(self.prefix + s.row * self.windows.width + s.column for s in self.slots)]
+        return [*range(self.prefix), *(self.prefix + s.row * self.windows.window_width + s.column for s in self.slots)]
 
 
 # The attention of one window: from q, k and v of the real tokens, (tokens, channels of the head group), to the same.
@@ -220,9 +220,9 @@ def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     own_prefix, (height, width) = mixer.num_prefix_tokens or 0, mixer.resample_pos_embed.grid
     table = mixer.pos_embed[0]
     maps = table[own_prefix:].view(1, height, width, -1).permute(0, 3, 1, 2)
-    if (height, width) != (windows.height, windows.width):
+    if (height, width) != (windows.window_height, windows.window_width):
         # As all positions are resized: in float32.
-        new = (windows.height, windows.width)
+        new = (windows.window_height, windows.window_width)
         maps = F.interpolate(maps.float(), new, mode="bicubic", antialias=True).to(maps.dtype)
     positions = [*table[:own_prefix], *torch.zeros(window.prefix - own_prefix, mixer.dim, dtype=k.dtype)]
     positions += [maps[0, :, slot.row, slot.column] for slot in window.slots]

@@ -23,8 +23,8 @@ from inlinevit.layers import (
     SquareWindows,
     WholeMap,
 )
-from inlinevit.layers.layouts import window_means, window_reverse
 from inlinevit.ops.weights import WEIGHT_FUNCTIONS
+from inlinevit.ops.windows import window_means, window_reverse
 from inlinevit.testing import ATTENTION_CHECKS, check_attention
 from tests import slow_except
 
@@ -53,9 +53,11 @@ def tokens(count: int, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, count, DIM, dtype=torch.float64)
 
 
-def assert_same(mixer, reference, x, size, context=None) -> None:
+def assert_same(mixer, reference, x, size, kernel_tokens=None) -> None:
     with torch.no_grad():
-        torch.testing.assert_close(mixer(x, size, context), reference(mixer, x, size, context), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            mixer(x, size, kernel_tokens), reference(mixer, x, size, kernel_tokens), rtol=1e-10, atol=1e-10
+        )
 
 
 @every_mixer
@@ -95,7 +97,7 @@ def test_cross_stripes_with_lepe(randomise, reference, name, size):
     kind, options = MIXERS[name]
     mixer = randomise(kind(DIM, HEADS, layout=CrossStripes(2), lepe=True, **options))
     count = size[0] * size[1]
-    assert_same(mixer, reference, tokens(count), size, context=tokens(count))
+    assert_same(mixer, reference, tokens(count), size, kernel_tokens=tokens(count))
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
@@ -110,17 +112,17 @@ def test_any_window_on_any_map(randomise, reference, name, size, window, shifted
 # Explicit weights
 
 
-def kernels_of(mixer, context, windows, count: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def kernels_of(mixer, kernel_tokens, windows, count: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Kernels of each window, (count, channels, side · side), and their bias."""
-    kernels, static = mixer.local_kernels(context, windows), mixer.static_kernels(windows)
+    kernels, static = mixer.local_kernels(kernel_tokens, windows), mixer.static_kernels(windows)
     if static is None:
         return kernels, None
     weight = static[0].flatten(1).expand(count, -1, -1)
     return weight if kernels is None else kernels + weight, static[1]
 
 
-def by_weights(mixer, x, size, context, chunk: int) -> torch.Tensor:
-    """What mixer(x, size, context) should give, from its weights, so many queries at a time, and from its kernels."""
+def by_weights(mixer, x, size, kernel_tokens, chunk: int) -> torch.Tensor:
+    """What mixer(x, size, kernel_tokens) should give, from its weights for chunks of queries, and its kernels."""
     outputs = []
     for q, k, v, windows in mixer.partition(x, size):
         chunks = [
@@ -128,9 +130,9 @@ def by_weights(mixer, x, size, context, chunk: int) -> torch.Tensor:
             for first in range(0, q.shape[2], chunk)
         ]
         out = (torch.cat(chunks, dim=2) @ v).transpose(1, 2).flatten(2)
-        kernels, bias = kernels_of(mixer, context, windows, len(q))
+        kernels, bias = kernels_of(mixer, kernel_tokens, windows, len(q))
         if kernels is not None:
-            height, width = windows.height, windows.width
+            height, width = windows.window_height, windows.window_width
             prefix, side = out.shape[1] - height * width, math.isqrt(kernels.shape[-1])
             for window, (value, kernel) in enumerate(zip(v, kernels, strict=True)):
                 # (heads, tokens, width) -> (channels, H, W)
@@ -160,11 +162,11 @@ def test_weights_and_kernels_are_what_attention_does(randomise, name, layout, pr
     if kind is SoftmaxAttention and isinstance(layout, SquareWindows):
         options = {**options, "relative_window": 4}
     mixer = randomise(kind(DIM, HEADS, layout=layout, lepe=lepe, **options))
-    x, context = tokens(prefix + size[0] * size[1]), tokens(prefix + size[0] * size[1])
+    x, kernel_tokens = tokens(prefix + size[0] * size[1]), tokens(prefix + size[0] * size[1])
     with torch.no_grad():
-        expected = mixer(x, size, context)
+        expected = mixer(x, size, kernel_tokens)
         for chunk in (100, 6, 1):
-            torch.testing.assert_close(by_weights(mixer, x, size, context, chunk), expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(by_weights(mixer, x, size, kernel_tokens, chunk), expected, rtol=0, atol=1e-10)
 
 
 # What every attention promises
@@ -191,12 +193,12 @@ def test_gradients_reach_relative_positions(randomise, shifted):
 
 
 def test_context_is_used_for_the_kernels_alone(randomise):
-    x, context = tokens(15), tokens(15)
+    x, kernel_tokens = tokens(15), tokens(15)
     mixer = randomise(InLineAttention(DIM, HEADS))
     assert torch.equal(mixer(x, (3, 5)), mixer(x, (3, 5), x))
-    assert not torch.allclose(mixer(x, (3, 5)), mixer(x, (3, 5), context))
+    assert not torch.allclose(mixer(x, (3, 5)), mixer(x, (3, 5), kernel_tokens))
     plain = randomise(InLineAttention(DIM, HEADS, local_residual=False))
-    assert torch.equal(plain(x, (3, 5)), plain(x, (3, 5), context))
+    assert torch.equal(plain(x, (3, 5)), plain(x, (3, 5), kernel_tokens))
 
 
 LAYOUTS = {
@@ -337,9 +339,9 @@ def test_kernels_of_a_new_attention_are_added():
     """A subclass needs no forward of its own to add a convolution that it makes from the tokens."""
 
     class Doubled(LinearAttention):
-        def local_kernels(self, context, windows):
+        def local_kernels(self, kernel_tokens, windows):
             """The centre tap alone: each token's value is added to its output."""
-            kernels = context.new_zeros(context.shape[0], context.shape[2], 9)
+            kernels = kernel_tokens.new_zeros(kernel_tokens.shape[0], kernel_tokens.shape[2], 9)
             kernels[..., 4] = 1
             return kernels
 

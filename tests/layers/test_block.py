@@ -13,7 +13,7 @@ from inlinevit.layers._chunks import is_chunked
 def test_block_is_its_formula(randomise, before):
     """x + attn(norm x), with x̄ from before or after the norm; then x + mlp(norm x)."""
     attn = InLineAttention(8, 2, layout=CrossStripes(2), lepe=True)
-    block = randomise(Block(attn, 8, mlp_ratio=3, norm_eps=1e-3, context_before_norm=before)).eval()
+    block = randomise(Block(attn, 8, mlp_ratio=3, norm_eps=1e-3, kernels_before_norm=before)).eval()
     x = torch.randn(2, 20, 8, dtype=torch.float64)
     normed = F.layer_norm(x, (8,), block.norm1.weight, block.norm1.bias, 1e-3)
     middle = x + attn(normed, (4, 5), x if before else normed)
@@ -24,9 +24,9 @@ def test_block_is_its_formula(randomise, before):
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-def test_block_with_a_local_mlp_is_its_formula(randomise, prefix):
+def test_block_with_a_dwconv_mlp_is_its_formula(randomise, prefix):
     attn = EnhancedAttention(8, 2)
-    block = randomise(Block(attn, 8, mlp_ratio=3, local_mlp=True)).eval()
+    block = randomise(Block(attn, 8, mlp_ratio=3, dwconv_mlp=True)).eval()
     x = torch.randn(2, prefix + 20, 8, dtype=torch.float64)
     middle = x + attn(block.norm1(x), (4, 5))
     assert block.mlp.conv.weight.shape == (24, 1, 3, 3)
@@ -36,7 +36,7 @@ def test_block_with_a_local_mlp_is_its_formula(randomise, prefix):
 
 @pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
 def test_gradients_reach_every_parameter(kind):
-    block = Block(kind(8, 2), 8, local_mlp=kind.wants_local_mlp)
+    block = Block(kind(8, 2), 8, dwconv_mlp=kind.wants_dwconv_mlp)
     block(torch.randn(2, 20, 8), (4, 5)).square().sum().backward()
     for name, parameter in block.named_parameters():
         assert parameter.grad is not None, name
@@ -61,7 +61,7 @@ def test_no_drop_path_no_module():
 def test_chunks_make_the_whole(monkeypatch, randomise, kind, before):
     """Several images and several tokens at a time, and one that is larger than a chunk."""
     block = (
-        randomise(Block(kind(8, 2), 8, context_before_norm=before, local_mlp=kind.wants_local_mlp))
+        randomise(Block(kind(8, 2), 8, kernels_before_norm=before, dwconv_mlp=kind.wants_dwconv_mlp))
         .eval()
         .requires_grad_(False)
     )

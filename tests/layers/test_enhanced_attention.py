@@ -11,7 +11,7 @@ def test_it_is_linear_attention_that_wants_another_mlp():
     linear.load_state_dict(enhanced.state_dict())
     x = torch.randn(2, 1 + 15, 8)
     assert torch.equal(enhanced(x, (3, 5)), linear(x, (3, 5)))
-    assert [word for word, kind in ATTENTIONS.items() if kind.wants_local_mlp] == ["enhanced"]
+    assert [word for word, kind in ATTENTIONS.items() if kind.wants_dwconv_mlp] == ["enhanced"]
 
 
 def test_in_float32(randomise):

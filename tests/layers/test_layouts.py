@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inlinevit.layers import CrossStripes, SquareWindows, WholeMap
-from inlinevit.layers.layouts import (
+from inlinevit.ops.windows import (
     Windows,
     covers_map,
     padded_size,
@@ -35,7 +35,7 @@ def test_cut_puts_every_token_in_its_place_and_merge_puts_it_back(slots, layout,
     for windows in layout(size):
         cut = window_partition(x, windows)
         places = slots(windows)
-        assert cut.shape == (2 * len(places), windows.height * windows.width, 3)
+        assert cut.shape == (2 * len(places), windows.window_height * windows.window_width, 3)
         index = torch.tensor([[-1 if slot.token is None else slot.token for slot in window] for window in places])
         expected = x[:, index.clamp(min=0)] * (index >= 0)[:, :, None]
         assert torch.equal(cut, expected.flatten(0, 1))
@@ -77,7 +77,7 @@ def test_square_windows_unshifted_have_no_shift_mask():
 def test_square_windows(window_size, size, shifted):
     """Axis by axis: a window that covers it is the map, unshifted; else it is shifted by half a window."""
     (windows,) = SquareWindows(window_size, shifted=shifted)(size)
-    axes = [(size[0], windows.height, windows.shift_up), (size[1], windows.width, windows.shift_left)]
+    axes = [(size[0], windows.window_height, windows.shift_up), (size[1], windows.window_width, windows.shift_left)]
     for length, window, shift in axes:
         assert window == min(window_size, length)
         assert shift == (window_size // 2 if shifted and window_size < length else 0)
@@ -113,7 +113,7 @@ def test_cross_stripes_run_through_the_map(stripe, size):
     if stripe >= max(size):
         assert [covers_map(windows) for windows in shares] == [True]
     else:
-        assert [(w.height, w.width) for w in shares] == [
+        assert [(w.window_height, w.window_width) for w in shares] == [
             (size[0], min(stripe, size[1])),
             (min(stripe, size[0]), size[1]),
         ]

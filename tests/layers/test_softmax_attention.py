@@ -10,16 +10,16 @@ from inlinevit.layers.softmax_attention import MASK_CACHE, compute_masked_pairs,
 
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
-@pytest.mark.parametrize(("reduction", "size"), [(2, (4, 6)), (2, (5, 7)), (4, (8, 8)), (8, (3, 5))])
-def test_reduction(randomise, reduction, size, qkv_bias):
+@pytest.mark.parametrize(("sr_ratio", "size"), [(2, (4, 6)), (2, (5, 7)), (4, (8, 8)), (8, (3, 5))])
+def test_reduction(randomise, sr_ratio, size, qkv_bias):
     """Keys and values come from a strided convolution of the padded map and a LayerNorm."""
-    mixer = randomise(SoftmaxAttention(8, 2, reduction=reduction, qkv_bias=qkv_bias))
+    mixer = randomise(SoftmaxAttention(8, 2, sr_ratio=sr_ratio, qkv_bias=qkv_bias))
     x = torch.randn(2, size[0] * size[1], 8, dtype=torch.float64)
     image = x.transpose(1, 2).reshape(2, 8, *size)
-    image = F.pad(image, (0, -size[1] % reduction, 0, -size[0] % reduction))
-    reduced = F.conv2d(image, mixer.reduce.proj.weight, mixer.reduce.proj.bias, stride=reduction)
+    image = F.pad(image, (0, -size[1] % sr_ratio, 0, -size[0] % sr_ratio))
+    reduced = F.conv2d(image, mixer.reduce.proj.weight, mixer.reduce.proj.bias, stride=sr_ratio)
     reduced = F.layer_norm(reduced.flatten(2).transpose(1, 2), (8,), mixer.reduce.norm.weight, mixer.reduce.norm.bias)
-    assert reduced.shape[1] == -(-size[0] // reduction) * -(-size[1] // reduction)
+    assert reduced.shape[1] == -(-size[0] // sr_ratio) * -(-size[1] // sr_ratio)
     q = mixer.qkv(x)[..., :8]
     _, k, v = mixer.qkv(reduced).split(8, dim=-1)
     q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v))
@@ -32,7 +32,7 @@ def test_reduction(randomise, reduction, size, qkv_bias):
 @pytest.mark.parametrize("size", [(4, 6), (5, 7)])
 def test_weights_and_partition_with_reduction(randomise, size, unit_queries):
     """Queries of all tokens, keys and values of the reduced map; also some queries at a time, and some keys masked."""
-    mixer = randomise(SoftmaxAttention(8, 2, reduction=2, unit_queries=unit_queries)).requires_grad_(False)
+    mixer = randomise(SoftmaxAttention(8, 2, sr_ratio=2, unit_queries=unit_queries)).requires_grad_(False)
     count, reduced = size[0] * size[1], -(-size[0] // 2) * -(-size[1] // 2)
     x = torch.randn(2, count, 8, dtype=torch.float64)
     ((q, k, v, windows),) = mixer.partition(x, size)
@@ -63,7 +63,7 @@ def test_unit_queries_lose_the_length_of_queries():
 
 
 def test_gradients_reach_the_reduction(randomise):
-    mixer = randomise(SoftmaxAttention(8, 2, reduction=2))
+    mixer = randomise(SoftmaxAttention(8, 2, sr_ratio=2))
     mixer(torch.randn(2, 35, 8, dtype=torch.float64), (5, 7)).square().sum().backward()
     for name, parameter in mixer.named_parameters():
         assert parameter.grad.isfinite().all(), name
@@ -72,30 +72,30 @@ def test_gradients_reach_the_reduction(randomise):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reduction_in_half_precision(dtype):
-    mixer, x = SoftmaxAttention(8, 2, reduction=2), torch.randn(1, 16, 8)
+    mixer, x = SoftmaxAttention(8, 2, sr_ratio=2), torch.randn(1, 16, 8)
     with torch.autocast("cpu", dtype=dtype):
         assert mixer(x, (4, 4)).dtype == dtype
     assert mixer.to(dtype)(x.to(dtype), (4, 4)).dtype == dtype
 
 
 def test_prefix_tokens_with_reduction_are_refused():
-    with pytest.raises(ValueError, match=r"prefix tokens.*use reduction=1"):
-        SoftmaxAttention(8, 2, reduction=2)(torch.randn(1, 17, 8), (4, 4))
+    with pytest.raises(ValueError, match=r"prefix tokens.*use sr_ratio=1"):
+        SoftmaxAttention(8, 2, sr_ratio=2)(torch.randn(1, 17, 8), (4, 4))
 
 
 @pytest.mark.parametrize("layout", [SquareWindows(4, shifted=False), CrossStripes(2)])
 def test_windows_with_reduction_are_refused(layout):
     with pytest.raises(
-        ValueError, match=r"reduction=2 works on the whole map, without windows.*leave them out, or use reduction=1"
+        ValueError, match=r"sr_ratio=2 works on the whole map, without windows.*leave them out, or use sr_ratio=1"
     ):
-        SoftmaxAttention(8, 2, reduction=2, layout=layout)
+        SoftmaxAttention(8, 2, sr_ratio=2, layout=layout)
 
 
 @pytest.mark.parametrize("options", [{"lepe": True}, {"relative_window": 4}])
 def test_what_reduction_would_ignore_is_refused(options):
     """Parameters that never get a gradient break training on several devices."""
-    with pytest.raises(ValueError, match="reduction"):
-        SoftmaxAttention(8, 2, reduction=2, **options)
+    with pytest.raises(ValueError, match="sr_ratio"):
+        SoftmaxAttention(8, 2, sr_ratio=2, **options)
 
 
 def test_relative_positions_follow_swin():

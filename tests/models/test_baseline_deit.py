@@ -8,7 +8,7 @@ from timm.models._features_fx import create_feature_extractor
 
 import inlinevit
 from inlinevit.layers import ATTENTIONS
-from inlinevit.layers.block import LocalMlp
+from inlinevit.layers.block import DWConvMlp
 from tests import slow_except
 
 BASELINES = [name for name in ATTENTIONS if name != "inline"]
@@ -30,7 +30,7 @@ def test_each_has_its_attention_in_all_twelve_blocks_and_three_heads(attention):
     blocks = model.stages[0].blocks
     assert [type(block.attn) for block in blocks] == [ATTENTIONS[attention]] * 12
     assert {block.attn.num_heads for block in blocks} == {192 if attention == "hydra" else 3}
-    assert {isinstance(block.mlp, LocalMlp) for block in blocks} == {attention == "enhanced"}
+    assert {isinstance(block.mlp, DWConvMlp) for block in blocks} == {attention == "enhanced"}
     if attention == "focused":
         assert {block.attn.pos_embed.shape for block in blocks} == {(1, 197, 192)}
 

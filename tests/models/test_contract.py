@@ -288,7 +288,7 @@ def test_wrong_arguments_are_named():
         create_model("inline_deit_tiny", depth=0)
     with pytest.raises(ValueError, match="num_heads=1 must be even"):
         create_model("cswin_tiny", num_heads=(1, 2, 4, 8))
-    with pytest.raises(ValueError, match=r"reduction=2 .* prefix tokens"):
+    with pytest.raises(ValueError, match=r"sr_ratio=2 .* prefix tokens"):
         create_model("pvt_tiny", sr_ratios=(8, 4, 2, 2))
     with pytest.raises(TypeError, match="atention"):
         create_model("inline_deit_tiny", atention="inline")

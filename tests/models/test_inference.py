@@ -83,7 +83,7 @@ def test_only_the_class_token_is_computed_in_the_last_block():
 def test_the_prefix_alone_is_the_prefix(kind, hooked):
     """With a hook on the attention, which gets all tokens, too."""
     torch.manual_seed(0)
-    block = Block(kind(8, 2), 8, local_mlp=kind.wants_local_mlp).double().eval()
+    block = Block(kind(8, 2), 8, dwconv_mlp=kind.wants_dwconv_mlp).double().eval()
     for parameter in block.parameters():
         parameter.data.add_(0.5 * torch.randn_like(parameter))
     x = torch.randn(2, 3 + 20, 8, dtype=torch.float64)

@@ -4,19 +4,23 @@ import pytest
 import torch
 
 from inlinevit import ops
-from inlinevit.ops.inline import PATHS, Case, choose_path
+from inlinevit.ops.inline import PATHS, PathParams, select_path
 
 OF_THE_OP = ("explicit", "covariance")
-CASE = Case(
+PARAMS = PathParams(
     tokens=4096,
     channels=192,
     head_dim=32,
-    feature_map="identity",
     masked=False,
-    foldable=True,
     dtype=torch.float32,
     device="cpu",
+    eager=True,
+    unavailable={},
 )
+# A graph is recorded, of tokens in one window.
+GRAPH = {"eager": False}
+# There are q, k and v alone.
+QKV = {"unavailable": {"native": "", "folded": ""}}
 
 
 @pytest.mark.parametrize("path", OF_THE_OP)
@@ -48,39 +52,46 @@ def test_half_precision_rounds_the_result_alone(path, dtype):
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({}, "folded"),
+        ({}, "native"),
+        ({"masked": True}, "native"),
+        ({"tokens": 1}, "native"),
+        ({"unavailable": {"native": "not compiled"}}, "folded"),
         ({"dtype": torch.float64}, "folded"),
-        ({"device": "cuda"}, "folded"),
-        ({"tokens": 384}, "folded"),
-        ({"tokens": 383}, "covariance"),
+        ({"device": "cuda", "unavailable": {"native": "on cuda"}}, "folded"),
+        (GRAPH, "folded"),
+        (GRAPH | {"tokens": 384}, "folded"),
+        (GRAPH | {"tokens": 383}, "covariance"),
         ({"dtype": torch.bfloat16}, "covariance"),
-        ({"feature_map": "relu"}, "covariance"),
-        ({"masked": True}, "covariance"),
-        ({"foldable": False}, "covariance"),
-        ({"device": "meta"}, "covariance"),
-        ({"tokens": 31}, "explicit"),
-        ({"tokens": 31, "foldable": False}, "explicit"),
-        ({"tokens": 31, "masked": True}, "covariance"),
-        ({"tokens": 32}, "covariance"),
+        (GRAPH | {"device": "meta"}, "covariance"),
+        (QKV, "covariance"),
+        (QKV | {"tokens": 31}, "explicit"),
+        (QKV | {"tokens": 31, "masked": True}, "covariance"),
+        (QKV | {"tokens": 31, "device": "meta"}, "covariance"),
+        (QKV | {"tokens": 32}, "covariance"),
+        (GRAPH | {"tokens": 31}, "explicit"),
     ],
 )
 def test_the_table(changes, path):
-    assert choose_path(CASE._replace(**changes)) == path
+    assert select_path(PARAMS._replace(**changes)) == path
 
 
-def test_any_case_has_a_path_and_every_path_can_be_forced_where_it_is_possible():
-    assert choose_path(CASE._replace(tokens=0)) in PATHS
+def test_there_is_always_a_path_and_each_can_be_forced_where_it_is_available():
+    assert select_path(PARAMS._replace(tokens=0, **QKV)) in PATHS
     for name in PATHS:
-        assert choose_path(CASE, name) == name
+        assert select_path(PARAMS, name) == name
+        if name not in OF_THE_OP:
+            with pytest.raises(ValueError, match=f"path '{name}' is not possible here: it rains"):
+                select_path(PARAMS._replace(unavailable={name: "it rains"}), name)
 
 
 def test_an_unknown_path_is_refused_with_the_list():
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="unknown path 'fast': choose one of folded, explicit, covariance"):
+    with pytest.raises(ValueError, match="unknown path 'fast': choose one of native, folded, explicit, covariance"):
         ops.inline_attention(q, q, q, path="fast")
 
 
-def test_folding_needs_more_than_queries_keys_and_values():
+@pytest.mark.parametrize("path", ["native", "folded"])
+def test_some_paths_need_more_than_queries_keys_and_values(path):
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="'folded' is not possible here: it needs a layer's tokens"):
-        ops.inline_attention(q, q, q, path="folded")
+    with pytest.raises(ValueError, match=f"'{path}' is not possible here: it starts from .* of InLineAttention"):
+        ops.inline_attention(q, q, q, path=path)

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..layers import AttentionAdapter, BaseAttention, SoftmaxAttention
 from ..layers.base_attention import HeadGroup, join_head_groups
-from ..layers.layouts import Windows, covers_map, merge_heads, window_partition, window_reverse
 from ..layers.registry import attention_name, overrides
 from ..ops import softmax_weights
+from ..ops.windows import Windows, covers_map, merge_heads, window_partition, window_reverse
 from ..utils.validation import require
 from .layer import PADDING, PREFIX, Convolution, Layer, MaskFunction
 
@@ -115,10 +115,10 @@ def require_weights(name: str, attention: BaseAttention) -> None:
 def visit_own(name: str, visit: Visit, attn: BaseAttention, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
     """Visit a BaseAttention: a forward hook, after its name and `visit`."""
     given = signature(attn.forward).bind(*args, **kwargs).arguments
-    context = given["x"] if given.get("context") is None else given["context"]
+    kernel_tokens = given["x"] if given.get("kernel_tokens") is None else given["kernel_tokens"]
     outputs = []
     for group in attn.partition(given["x"], given["feat_size"]):
-        layer = layer_of_head_group(name, attn, group, context)
+        layer = layer_of_head_group(name, attn, group, kernel_tokens)
         replaced = visit(layer)
         if replaced is not None:
             joined = merge_heads(replaced)
@@ -153,8 +153,8 @@ def visit_adapter(
     return None if replaced is None else attn.proj_drop(attn.proj(merge_heads(replaced).to(output.dtype)))
 
 
-def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, context: Tensor) -> Layer:
-    """Return what an attention computes for one head group; context is that of BaseAttention.forward."""
+def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, kernel_tokens: Tensor) -> Layer:
+    """Return what an attention computes for one head group; kernel_tokens as in BaseAttention.forward."""
     q, k, v, windows = group
     return Layer(
         name if windows.num_head_groups == 1 else f"{name} ({windows.head_group + 1} of {windows.num_head_groups})",
@@ -166,21 +166,21 @@ def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, contex
         places_in_windows(windows, q.shape[2], q.device),
         k.shape[2] == q.shape[2],
         lambda first, last, mask: attn.attention_weights(q[:, :, first:last], k, v, windows, mask, first),
-        convolution_of_head_group(attn, group, context),
+        convolution_of_head_group(attn, group, kernel_tokens),
     )
 
 
-def convolution_of_head_group(attn: BaseAttention, group: HeadGroup, context: Tensor) -> Convolution | None:
+def convolution_of_head_group(attn: BaseAttention, group: HeadGroup, kernel_tokens: Tensor) -> Convolution | None:
     """Return the convolution that an attention adds for one head group: dynamic and static kernels as one."""
     heads, windows = group.q.shape[1], group.windows
-    kernels, static, bias = attn.local_kernels(context, windows), attn.static_kernels(windows), None
+    kernels, static, bias = attn.local_kernels(kernel_tokens, windows), attn.static_kernels(windows), None
     if static is not None:
         weight = static[0].flatten(1).expand(group.q.shape[0], -1, -1)
         kernels = weight if kernels is None else kernels + weight
         bias = static[1].unflatten(0, (heads, -1))
     if kernels is None:
         return None
-    return Convolution(kernels.unflatten(1, (heads, -1)), bias, (windows.height, windows.width))
+    return Convolution(kernels.unflatten(1, (heads, -1)), bias, (windows.window_height, windows.window_width))
 
 
 def places_in_windows(windows: Windows, tokens: int, device: torch.device) -> Tensor:

@@ -4,20 +4,24 @@ The C++ sources are in native/. They are compiled when the package is installed 
 not depend on the versions of Python and torch; `status()` tells whether it is used.
 """
 
-from ._library import Status, available, status
-from .attention import inline_attention
+from ._eager import is_eager
+from ._library import Status, available, status, unavailable_reason
+from .attention import DTYPES, inline_attention
 from .block import PackedBlock, pack_block
 from .linear import linear
 from .packing import PackedLinear, pack_linear
 
 __all__ = [
+    "DTYPES",
     "PackedBlock",
     "PackedLinear",
     "Status",
     "available",
     "inline_attention",
+    "is_eager",
     "linear",
     "pack_block",
     "pack_linear",
     "status",
+    "unavailable_reason",
 ]

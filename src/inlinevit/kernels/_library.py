@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from .build import LIBRARY
 
 # Which variant to use (avx512_vnni, avx512, avx2, generic), or "off"; by default the best that the CPU supports.
@@ -154,6 +156,13 @@ def available() -> bool:
     return bool(load().functions)
 
 
+# torch.compile takes the result as it is, rather than looking for the library in a graph.
+@torch.compiler.assume_constant_result
+def unavailable_reason() -> str:
+    """Return why the kernels cannot be used; "" if they can."""
+    return "" if available() else f"the native kernels are not available: {status().reason}"
+
+
 def call(name: str, *arguments: object) -> None:
     """Call a function of the library.
 
@@ -161,8 +170,8 @@ def call(name: str, *arguments: object) -> None:
         RuntimeError: There is no library.
         MemoryError: There was not enough memory for intermediate results.
     """
-    functions, state = load()
+    functions = load().functions
     if not functions:
-        raise RuntimeError(f"the native kernels are not available: {state.reason}")
+        raise RuntimeError(unavailable_reason())
     if functions[name](*arguments) != 0:
         raise MemoryError(f"not enough memory for the native kernel {name}")

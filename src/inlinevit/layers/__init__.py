@@ -1,5 +1,6 @@
 """Modules with parameters: attention, local residual, window layouts, patch embedding, block."""
 
+from ..ops.windows import Windows, padding_mask, take_head_group
 from .adapter import AttentionAdapter, PatchGrid
 from .angular_attention import AngularAttention
 from .base_attention import BaseAttention
@@ -10,7 +11,7 @@ from .enhanced_attention import EnhancedAttention
 from .focused_attention import FocusedAttention
 from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention, LocalResidual
-from .layouts import CrossStripes, SquareWindows, WholeMap, Windows, padding_mask, take_head_group
+from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
 from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
 from .softmax_attention import SoftmaxAttention

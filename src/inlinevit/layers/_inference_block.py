@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..kernels.block import TILE_TOKENS
+from ..ops.windows import merge_heads
 from ._chunks import has_hooks, records_graph
 from ._native_linear import Int8Linear
 from ._packed import PackedWeights, is_plain
@@ -17,7 +18,7 @@ from .base_attention import BaseAttention
 from .block import Block
 from .feature_map import FeatureMap
 from .inline_attention import InLineAttention, LocalResidual
-from .layouts import CrossStripes, SquareWindows, WholeMap, merge_heads
+from .layouts import CrossStripes, SquareWindows, WholeMap
 from .softmax_attention import SoftmaxAttention
 
 

@@ -8,9 +8,11 @@ from timm.layers import register_notrace_module, resize_rel_pos_bias_table, to_2
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.local import add_convolution
+from ..ops.windows import merge_heads
 from ._chunks import records_graph
-from .base_attention import BaseAttention, HeadGroup, add_convolution
-from .layouts import WholeMap, merge_heads
+from .base_attention import BaseAttention, HeadGroup
+from .layouts import WholeMap
 from .softmax_attention import SoftmaxAttention
 
 
@@ -220,10 +222,10 @@ class AttentionAdapter(nn.Module):
         mean = x.masked_fill(~visible, 0.0).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)
         return self.finish(out, HeadGroup(q, k, v, windows), mean.to(x.dtype).expand_as(x))
 
-    def finish(self, out: Tensor, group: HeadGroup, context: Tensor) -> Tensor:
+    def finish(self, out: Tensor, group: HeadGroup, kernel_tokens: Tensor) -> Tensor:
         """Add the convolution of the values to (batch, heads, tokens, head_dim), join the heads, and project."""
         attention, windows = self.attention, group.windows
-        kernels, static = attention.local_kernels(context, windows), attention.static_kernels(windows)
+        kernels, static = attention.local_kernels(kernel_tokens, windows), attention.static_kernels(windows)
         out = add_convolution(merge_heads(out), group.v, kernels, static, windows)
         return attention.proj_drop(attention.proj(out))
 

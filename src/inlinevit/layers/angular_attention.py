@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._common import hide_pairs, visible_pairs
+from ..ops.windows import Windows, padding_mask, take_head_group
 from .base_attention import BaseAttention
-from .layouts import Windows, padding_mask, take_head_group
 
 # Length of the kernels.
 TAPS = 9

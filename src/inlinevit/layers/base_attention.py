@@ -3,22 +3,11 @@
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops._common import needs_gradient, promote
-from ..ops.local import convolve_maps
-from .layouts import (
-    CrossStripes,
-    SquareWindows,
-    WholeMap,
-    Windows,
-    covers_map,
-    merge_heads,
-    partition_heads,
-    take_head_group,
-    window_reverse,
-)
+from ..ops.local import add_convolution
+from ..ops.windows import Windows, covers_map, merge_heads, partition_heads, take_head_group, window_reverse
+from .layouts import CrossStripes, SquareWindows, WholeMap
 
 
 class HeadGroup(NamedTuple):
@@ -57,7 +46,7 @@ class BaseAttention(nn.Module):
     # Names of the constructor arguments that models accept in `attn_kwargs`.
     attn_kwargs_names: ClassVar[tuple[str, ...]] = ()
     # Whether the MLPs of its blocks have a convolution.
-    wants_local_mlp: ClassVar[bool] = False
+    wants_dwconv_mlp: ClassVar[bool] = False
     # Whether it has learned positions, and the constructor takes `grid`, (H, W) of the map.
     learns_grid: ClassVar[bool] = False
     # Names of parameters with several dimensions that have no weight decay.
@@ -107,25 +96,42 @@ class BaseAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor, feat_size: tuple[int, int], context: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, feat_size: tuple[int, int], kernel_tokens: Tensor | None = None) -> Tensor:
         """Attend to the tokens of each window.
 
         Args:
             x: Tokens (batch, prefix + H·W, dim), the map row by row.
             feat_size: (H, W) of the map.
-            context: Tokens whose mean is x̄ of the local residual, shaped as x; x itself by default.
+            kernel_tokens: Tokens whose mean x̄ makes the kernels of the local residual, shaped as x; x by default.
 
         Returns:
             (batch, prefix + H·W, dim).
         """
-        self.check_tokens(x, feat_size, context)
-        outputs = []
-        for q, k, v, windows in self.partition(x, feat_size):
-            out = merge_heads(self.attend(q, k, v, windows))
-            kernels = self.local_kernels(x if context is None else context, windows)
-            out = add_convolution(out, v, kernels, self.static_kernels(windows), windows)
-            outputs.append(window_reverse(out, windows))
-        return self.proj_drop(self.proj(join_head_groups(outputs)))
+        self.check_tokens(x, feat_size, kernel_tokens)
+        kernel_tokens = x if kernel_tokens is None else kernel_tokens
+        out = self.attend_fused(x, feat_size, kernel_tokens)
+        if out is None:
+            outputs = []
+            for q, k, v, windows in self.partition(x, feat_size):
+                group = merge_heads(self.attend(q, k, v, windows))
+                dynamic, static = self.local_kernels(kernel_tokens, windows), self.static_kernels(windows)
+                group = add_convolution(group, v, dynamic, static, windows)
+                outputs.append(window_reverse(group, windows))
+            out = join_head_groups(outputs)
+        return self.proj_drop(self.proj(out))
+
+    def attend_fused(self, x: Tensor, feat_size: tuple[int, int], kernel_tokens: Tensor) -> Tensor | None:
+        """Compute at once what partition, attend and the convolutions give, where that is faster.
+
+        Args:
+            x: See forward.
+            feat_size: See forward.
+            kernel_tokens: See forward.
+
+        Returns:
+            (batch, prefix + H·W, dim), before the output projection; or None.
+        """
+        return None
 
     def partition(self, x: Tensor, feat_size: tuple[int, int]) -> list[HeadGroup]:
         """Project tokens (batch, prefix + H·W, dim), and split them into the windows of each head group."""
@@ -141,7 +147,7 @@ class BaseAttention(nn.Module):
             for windows in found:
                 if not covers_map(windows):
                     raise ValueError(
-                        f"windows of {windows.height}×{windows.width} do not cover the map of "
+                        f"windows of {windows.window_height}×{windows.window_width} do not cover the map of "
                         f"{feat_size[0]}×{feat_size[1]}, and prefix tokens are in no window: use the whole map, or no "
                         "prefix tokens"
                     )
@@ -183,11 +189,11 @@ class BaseAttention(nn.Module):
         """
         raise NotImplementedError
 
-    def local_kernels(self, context: Tensor, windows: Windows) -> Tensor | None:
+    def local_kernels(self, kernel_tokens: Tensor, windows: Windows) -> Tensor | None:
         """Return the kernels of a dynamic 3×3 convolution of the values (InLine's local residual).
 
         Args:
-            context: Tokens before the partition, (batch, prefix + H·W, dim).
+            kernel_tokens: Tokens before the partition, (batch, prefix + H·W, dim).
             windows: How the map was split.
 
         Returns:
@@ -205,7 +211,7 @@ class BaseAttention(nn.Module):
             return None
         return take_head_group(self.lepe.weight, windows), take_head_group(self.lepe.bias, windows)
 
-    def check_tokens(self, x: Tensor, feat_size: tuple[int, int], context: Tensor | None) -> None:
+    def check_tokens(self, x: Tensor, feat_size: tuple[int, int], kernel_tokens: Tensor | None) -> None:
         """Raise ValueError for tokens that do not fit this module or the map."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"expected tokens of shape (batch, tokens, {self.dim}), but got {x.shape}")
@@ -221,50 +227,12 @@ class BaseAttention(nn.Module):
             )
         if prefix > 0 and not self.supports_prefix_tokens:
             raise ValueError(f"{type(self).__name__} has no place for prefix tokens, but got {prefix}: leave them out")
-        if context is not None and context.shape != x.shape:
-            raise ValueError(f"context must have the shape of the tokens, {x.shape}, but it is {context.shape}")
+        if kernel_tokens is not None and kernel_tokens.shape != x.shape:
+            raise ValueError(
+                f"kernel_tokens must have the shape of the tokens, {x.shape}, but it is {kernel_tokens.shape}"
+            )
 
 
 def join_head_groups(outputs: list[Tensor]) -> Tensor:
     """Concatenate the channels of the head groups, each (batch, tokens, channels of the group)."""
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-
-def add_convolution(
-    out: Tensor, v: Tensor, dynamic: Tensor | None, static: tuple[Tensor, Tensor] | None, windows: Windows
-) -> Tensor:
-    """Add depthwise convolutions of the values to the tokens of the map; prefix tokens stay as they are.
-
-    Args:
-        out: The result of attention, (batch · windows, prefix + tokens, channels), which may be overwritten.
-        v: Values (batch · windows, heads, prefix + tokens, head_dim).
-        dynamic: 3×3 kernels for each window, (batch · windows, channels, 9), if there are any.
-        static: Weight (channels, 1, side, side) and bias (channels,) for all windows, if there are any.
-        windows: How the map was split.
-
-    Returns:
-        As out.
-    """
-    if dynamic is None and static is None:
-        return out
-    v = merge_heads(v)
-    prefix = v.shape[1] - windows.height * windows.width
-    maps = v[:, prefix:].unflatten(1, (windows.height, windows.width))
-    if static is None:
-        assert dynamic is not None
-        added = convolve_maps(promote(maps), promote(dynamic))
-    elif dynamic is None:
-        weight, bias = static
-        padding, groups = weight.shape[2] // 2, weight.shape[0]
-        added = F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups).permute(0, 2, 3, 1)
-    else:
-        weight, bias = static
-        # The sum of two convolutions of the same map is one convolution with the sum of their kernels.
-        added = convolve_maps(promote(maps), promote(dynamic) + promote(weight.flatten(1)), promote(bias))
-    added = added.flatten(1, 2).to(out.dtype)
-    if prefix == 0:
-        return out + added
-    if torch.compiler.is_compiling() or needs_gradient(out, added):
-        return out + F.pad(added, (0, 0, prefix, 0))
-    out[:, prefix:].add_(added)
-    return out

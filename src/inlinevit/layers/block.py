@@ -18,8 +18,8 @@ class Block(nn.Module):
         proj_drop: Dropout in the MLP.
         drop_path: Rate of stochastic depth.
         norm_eps: eps of the LayerNorms.
-        context_before_norm: Whether x̄ of the local residual is the mean of the block's input (CSWin), or of its norm.
-        local_mlp: Whether the MLP has a convolution between its layers.
+        kernels_before_norm: Whether x̄ of the local residual is the mean of the block's input (CSWin), or of its norm.
+        dwconv_mlp: Whether the MLP has a convolution between its layers.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Block(nn.Module):
         proj_drop: float = 0.0,
         drop_path: float = 0.0,
         norm_eps: float = 1e-5,
-        context_before_norm: bool = False,
-        local_mlp: bool = False,
+        kernels_before_norm: bool = False,
+        dwconv_mlp: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.context_before_norm = context_before_norm
+        self.kernels_before_norm = kernels_before_norm
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
         self.attn = attn
         self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
@@ -45,8 +45,8 @@ class Block(nn.Module):
         self.hidden_dim = int(dim * mlp_ratio)
         if self.hidden_dim < 1:
             raise ValueError(f"mlp_ratio is {mlp_ratio}, which leaves no hidden channels of {dim}: choose a larger one")
-        self.mlp_is_local = local_mlp
-        mlp = LocalMlp if local_mlp else Mlp
+        self.dwconv_mlp = dwconv_mlp
+        mlp = DWConvMlp if dwconv_mlp else Mlp
         self.mlp = mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
@@ -60,12 +60,12 @@ class Block(nn.Module):
     def attention_branch(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """norm → attention."""
         normed = self.norm1(x)
-        context = x if self.context_before_norm else normed
-        return self.drop_path1(self.attn(normed, feat_size, context))
+        kernel_tokens = x if self.kernels_before_norm else normed
+        return self.drop_path1(self.attn(normed, feat_size, kernel_tokens))
 
     def mlp_branch(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """norm → MLP."""
-        if self.mlp_is_local:
+        if self.dwconv_mlp:
             return self.drop_path2(self.mlp(self.norm2(x), feat_size))
         return self.drop_path2(self.mlp(self.norm2(x)))
 
@@ -73,13 +73,13 @@ class Block(nn.Module):
         """Compute forward with attention over a few images at a time, and the MLP over a few tokens."""
         elements = x.shape[0] * x.shape[1] * self.hidden_dim
         x = add_chunked(x, self.attention_branch, feat_size, elements)
-        if self.mlp_is_local:
+        if self.dwconv_mlp:
             return add_chunked(x, self.mlp_branch, feat_size, elements)
         return add_chunked(x.flatten(0, 1), self.mlp_branch, feat_size, elements).view_as(x)
 
 
 @register_notrace_module
-class LocalMlp(nn.Module):
+class DWConvMlp(nn.Module):
     """linear → depthwise 3×3 convolution over the map → GELU → linear. Prefix tokens skip the convolution.
 
     Args:

@@ -18,7 +18,7 @@ class EnhancedAttention(LinearAttention):
     """
 
     attn_kwargs_names = ()
-    wants_local_mlp = True
+    wants_dwconv_mlp = True
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, feature_map="relu", **kwargs)

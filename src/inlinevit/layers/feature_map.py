@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.feature_maps import unknown_feature_map
-from .layouts import Windows, take_head_group
+from ..ops.windows import Windows, take_head_group
 
 
 class FeatureMap(nn.Module):

@@ -8,9 +8,9 @@ from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.windows import Windows, padding_mask, take_head_group
 from .base_attention import BaseAttention
 from .embed import ResamplePosEmbed
-from .layouts import Windows, padding_mask, take_head_group
 
 
 @register_notrace_module
@@ -57,7 +57,7 @@ class FocusedAttention(BaseAttention):
 
     def add_pos_embed(self, k: Tensor, windows: Windows) -> Tensor:
         """Add the positions of a window to keys (batch · windows, heads, tokens, head_dim)."""
-        table = self.resample_pos_embed(self.pos_embed, (windows.height, windows.width))
+        table = self.resample_pos_embed(self.pos_embed, (windows.window_height, windows.window_width))
         # (1, tokens, all channels) -> (1, heads of the group, tokens, head_dim)
         table = table.view(1, table.shape[1], self.num_heads, self.head_dim).permute(2, 0, 1, 3)
         # Prefix tokens beyond num_prefix_tokens have no positions.

@@ -6,8 +6,8 @@ from timm.layers import register_notrace_module
 from torch import Tensor
 
 from .. import ops
+from ..ops.windows import Windows, padding_mask
 from .base_attention import BaseAttention
-from .layouts import Windows, padding_mask
 
 
 @register_notrace_module

@@ -7,22 +7,22 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from .. import ops
+from .. import kernels, ops
 from ..ops._common import autocast_off
-from ..ops.inline import PATHS, Case, choose_path
-from ._chunks import has_hooks
-from .base_attention import BaseAttention, add_convolution, join_head_groups
-from .feature_map import FeatureMap
-from .layouts import (
+from ..ops.inline import PATHS, QKV_PATHS, PathParams, select_path
+from ..ops.local import add_convolution
+from ..ops.windows import (
     Windows,
+    count_windows,
     covers_map,
-    merge_heads,
     padded_size,
     padding_mask,
     take_head_group,
     window_means,
-    window_reverse,
 )
+from ._chunks import has_hooks
+from .base_attention import BaseAttention, join_head_groups
+from .feature_map import FeatureMap
 
 __all__ = ["PATHS", "InLineAttention", "LocalResidual"]
 
@@ -61,43 +61,56 @@ class InLineAttention(BaseAttention):
         self.feature_map = FeatureMap(feature_map, num_heads, self.head_dim, **factory)
         self.local_residual = LocalResidual(dim, num_heads, **factory) if local_residual else None
 
-    def forward(self, x: Tensor, feat_size: tuple[int, int], context: Tensor | None = None) -> Tensor:
-        """See BaseAttention.forward."""
-        self.check_tokens(x, feat_size, context)
-        context = x if context is None else context
-        paths = [self.choose_path(x, windows) for windows in self.windows(x, feat_size)]
-        if paths == ["folded"]:
-            out = self.attend_folded(x, feat_size, context)
-            return self.proj_drop(self.proj(out))
-        outputs = []
-        for path, (q, k, v, windows) in zip(paths, self.partition(x, feat_size), strict=True):
-            out = merge_heads(self.attend(q, k, v, windows, path))
-            out = add_convolution(out, v, self.local_kernels(context, windows), self.static_kernels(windows), windows)
-            outputs.append(window_reverse(out, windows))
-        return self.proj_drop(self.proj(join_head_groups(outputs)))
+    def attend_fused(self, x: Tensor, feat_size: tuple[int, int], kernel_tokens: Tensor) -> Tensor | None:
+        """See BaseAttention.attend_fused."""
+        groups = self.windows(x, feat_size)
+        path = select_path(self.path_params(x, groups), self.path)
+        if path == "folded":
+            return self.attend_folded(x, feat_size, kernel_tokens)
+        if path != "native":
+            return None
+        qkv, outputs = self.qkv(x), []
+        for windows in groups:
+            taps, bias = self.convolution(kernel_tokens, windows)
+            outputs.append(kernels.inline_attention(qkv, windows, self.num_heads, kernels=taps, bias=bias))
+        return join_head_groups(outputs)
 
-    def choose_path(self, x: Tensor, windows: Windows) -> str:
-        """Return the path from tokens (batch, prefix + H·W, dim) to the attention of one head group."""
-        device = x.device.type
+    def path_params(self, x: Tensor, groups: list[Windows]) -> PathParams:
+        """Return what the path of tokens (batch, prefix + H·W, dim) in the windows of each head group depends on."""
+        windows, device = groups[0], x.device.type
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        prefix = x.shape[1] - windows.map_height * windows.map_width
-        whole_map = covers_map(windows) and windows.num_head_groups == 1
-        case = Case(
-            tokens=prefix + windows.height * windows.width,
+        params = PathParams(
+            tokens=x.shape[1] if covers_map(windows) else windows.window_height * windows.window_width,
             channels=self.dim,
             head_dim=self.head_dim,
-            feature_map=self.feature_map.name,
             masked=padded_size(windows) != (windows.map_height, windows.map_width),
-            # Only a plain linear layer can be folded, not one that was replaced or that has hooks.
-            foldable=type(self.qkv) is nn.Linear and not has_hooks(self.qkv) and whole_map,
             dtype=torch.get_autocast_dtype(device) if autocast else x.dtype,
             device=device,
+            eager=kernels.is_eager(x),
+            unavailable={},
         )
-        return choose_path(case, self.path)
+        return params._replace(unavailable=self.unavailable_paths(params, groups))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows, path: str | None = None) -> Tensor:
+    def unavailable_paths(self, params: PathParams, groups: list[Windows]) -> dict[str, str]:
+        """Return the paths that cannot be taken, and why."""
+        phi, replaced = self.feature_map.name, replaced_method(type(self))
+        if phi != "identity" or replaced:
+            reason = f"{type(self).__name__} has its own {replaced}" if replaced else f"feature_map is {phi!r}"
+            return dict.fromkeys(("native", "folded"), f"{reason}, which it does not compute")
+        reasons = {}
+        if reason := kernels.unavailable_reason():
+            reasons["native"] = reason
+        elif params.dtype not in kernels.DTYPES or params.device not in ("cpu", "meta"):
+            reasons["native"] = f"it computes float32 and float64 on a CPU, not {params.dtype} on {params.device}"
+        # Only a plain linear layer can be folded, not one that was replaced or that has hooks.
+        if type(self.qkv) is not nn.Linear or has_hooks(self.qkv) or len(groups) > 1 or not covers_map(groups[0]):
+            reasons["folded"] = "it needs a plain nn.Linear as qkv, without hooks, and one window that covers the map"
+        return reasons
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
         """See BaseAttention.attend. In shifted windows, tokens attend across the border of the map, as published."""
         phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(k, windows)
+        path = self.path if self.path in QKV_PATHS else None
         return ops.inline_attention(q, k, v, feature_map=phi, affine=affine, mask=mask, path=path)
 
     def attention_weights(
@@ -107,15 +120,29 @@ class InLineAttention(BaseAttention):
         phi, affine, mask = self.feature_map.name, self.feature_map.affine(windows), padding_mask(k, windows)
         return ops.inline_weights(q, k, feature_map=phi, affine=affine, mask=mask, attn_mask=attn_mask)
 
-    def local_kernels(self, context: Tensor, windows: Windows) -> Tensor | None:
+    def local_kernels(self, kernel_tokens: Tensor, windows: Windows) -> Tensor | None:
         """See BaseAttention.local_kernels."""
         if self.local_residual is None:
             return None
         channels = self.dim // windows.num_head_groups
-        context = context[:, :, windows.head_group * channels : (windows.head_group + 1) * channels]
-        return self.local_residual(window_means(context, windows), windows)
+        kernel_tokens = kernel_tokens[:, :, windows.head_group * channels : (windows.head_group + 1) * channels]
+        return self.local_residual(window_means(kernel_tokens, windows), windows)
 
-    def attend_folded(self, x: Tensor, feat_size: tuple[int, int], context: Tensor) -> Tensor:
+    def convolution(self, kernel_tokens: Tensor, windows: Windows) -> tuple[Tensor | None, Tensor | None]:
+        """Return the 3×3 kernels of all that is added to attention, local residual and LePE, and their bias.
+
+        Returns:
+            (batch · windows, channels of the head group, 9) and (channels of the head group,), or None.
+        """
+        dynamic, static = self.local_kernels(kernel_tokens, windows), self.static_kernels(windows)
+        if static is None:
+            return dynamic, None
+        weight, bias = static[0].flatten(1), static[1]
+        if dynamic is None:
+            return weight.expand(kernel_tokens.shape[0] * count_windows(windows), -1, -1), bias
+        return dynamic + weight, bias
+
+    def attend_folded(self, x: Tensor, feat_size: tuple[int, int], kernel_tokens: Tensor) -> Tensor:
         """Compute attention over the whole map without queries and keys, for φ = identity.
 
         C = W_k·Cov(X, X)·W_vᵀ for each head, and s·q_i·C = x_i·(s·W_qᵀ·C) + s·b_q·C. Values are
@@ -141,12 +168,18 @@ class InLineAttention(BaseAttention):
             out = torch.baddbmm(constant, x, fold)
             kernels, static = None, self.static_kernels(windows)
             if self.local_residual is not None:
-                kernels = self.local_residual(mean if context is x else context.mean(dim=1), windows)
+                kernels = self.local_residual(mean if kernel_tokens is x else kernel_tokens.mean(dim=1), windows)
             elif static is None:
                 return out
             # All channels as one head: the convolution does not depend on the heads.
             v = F.linear(x, weight_v, bias_v).unsqueeze(1)
             return add_convolution(out, v, kernels, static, windows)
+
+
+def replaced_method(kind: type[InLineAttention]) -> str | None:
+    """Return a method that a subclass defines, and that paths which do not start from q, k and v would not call."""
+    methods = ("attend", "partition", "static_kernels")
+    return next((name for name in methods if getattr(kind, name) is not getattr(InLineAttention, name)), None)
 
 
 class LocalResidual(nn.Module):

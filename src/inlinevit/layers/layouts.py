@@ -1,34 +1,16 @@
 """How a map of tokens is split into windows.
 
-A layout is a rule from the size of the map to the windows that each group of heads attends within. All windows are
-rectangles, so one pair of functions partitions and reverses for all layouts:
+A layout is a rule from the size of the map to the windows that each group of heads attends within; ops/windows.py
+partitions and reverses them:
 
 - WholeMap: one window, the map itself (DeiT, PVT, InLine in general);
 - SquareWindows: squares, shifted by half a window in every second block (Swin);
 - CrossStripes: vertical stripes for the first half of the heads, horizontal ones for the second (CSWin).
-
-Maps that are not a multiple of the windows are padded at the bottom and on the right; `window_mask` marks real tokens.
 """
 
-from typing import NamedTuple
+from torch import nn
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-
-class Windows(NamedTuple):
-    """How one map is split for one of the equally large head groups (most layouts have a single head group)."""
-
-    map_height: int
-    map_width: int
-    height: int
-    width: int
-    # How far the map is rolled before it is partitioned.
-    shift_up: int = 0
-    shift_left: int = 0
-    head_group: int = 0
-    num_head_groups: int = 1
+from ..ops.windows import Windows
 
 
 class WholeMap(nn.Module):
@@ -83,122 +65,3 @@ class CrossStripes(nn.Module):
             Windows(*feat_size, height, min(self.stripe_width, width), head_group=0, num_head_groups=2),
             Windows(*feat_size, min(self.stripe_width, height), width, head_group=1, num_head_groups=2),
         ]
-
-
-def covers_map(windows: Windows) -> bool:
-    """Return whether there is just one window, so that nothing needs to be partitioned."""
-    return windows.height >= windows.map_height and windows.width >= windows.map_width
-
-
-def padded_size(windows: Windows) -> tuple[int, int]:
-    """Return the size of the map, rounded up to whole windows."""
-    rows = (windows.map_height + windows.height - 1) // windows.height
-    columns = (windows.map_width + windows.width - 1) // windows.width
-    return rows * windows.height, columns * windows.width
-
-
-def window_partition(x: Tensor, windows: Windows) -> Tensor:
-    """Split tokens (batch, H·W, channels) into windows (batch · windows, tokens of a window, channels)."""
-    if covers_map(windows):
-        return x
-    channels = x.shape[2]
-    height, width = padded_size(windows)
-    x = x.reshape(-1, windows.map_height, windows.map_width, channels)
-    if height > windows.map_height or width > windows.map_width:
-        x = F.pad(x, (0, 0, 0, width - windows.map_width, 0, height - windows.map_height))
-    if windows.shift_up > 0 or windows.shift_left > 0:
-        x = torch.roll(x, shifts=(-windows.shift_up, -windows.shift_left), dims=(1, 2))
-    x = x.reshape(-1, height // windows.height, windows.height, width // windows.width, windows.width, channels)
-    return x.transpose(2, 3).reshape(-1, windows.height * windows.width, channels)
-
-
-def window_reverse(x: Tensor, windows: Windows) -> Tensor:
-    """Invert window_partition; padding is dropped."""
-    if covers_map(windows):
-        return x
-    channels = x.shape[2]
-    height, width = padded_size(windows)
-    x = x.reshape(-1, height // windows.height, width // windows.width, windows.height, windows.width, channels)
-    x = x.transpose(2, 3).reshape(-1, height, width, channels)
-    if windows.shift_up > 0 or windows.shift_left > 0:
-        x = torch.roll(x, shifts=(windows.shift_up, windows.shift_left), dims=(1, 2))
-    x = x[:, : windows.map_height, : windows.map_width]
-    return x.reshape(-1, windows.map_height * windows.map_width, channels)
-
-
-def partition_heads(qkv: Tensor, windows: Windows, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the projected tokens of one head group into queries, keys and values of its windows.
-
-    Args:
-        qkv: (batch, prefix + H·W, 3 · channels of all heads). With prefix tokens, the window must cover the map.
-        windows: The head group and its windows.
-        num_heads: Number of all heads.
-
-    Returns:
-        q, k and v (batch · windows, heads of the group, tokens of a window, head_dim). Padding is zero.
-    """
-    batch, tokens, channels = qkv.shape
-    heads, head_dim = num_heads // windows.num_head_groups, channels // (3 * num_heads)
-    qkv = qkv.view(batch, tokens, 3, num_heads, head_dim)
-    group = qkv[:, :, :, windows.head_group * heads : (windows.head_group + 1) * heads]
-    group = window_partition(group.flatten(2), windows)
-    q, k, v = group.view(-1, group.shape[1], 3, heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    return q, k, v
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """Join heads: (batch, heads, tokens, head_dim) to (batch, tokens, heads · head_dim)."""
-    return x.transpose(1, 2).flatten(2)
-
-
-def window_mask(windows: Windows, device: torch.device) -> Tensor | None:
-    """Return which tokens of each window are real: (windows, tokens), True = real; None if nothing is padded."""
-    height, width = padded_size(windows)
-    if height == windows.map_height and width == windows.map_width:
-        return None
-    real = torch.ones(1, windows.map_height * windows.map_width, 1, device=device)
-    return window_partition(real, windows).squeeze(-1) > 0
-
-
-def padding_mask(k: Tensor, windows: Windows) -> Tensor | None:
-    """Return window_mask for each window of k (batch · windows, heads, tokens, head_dim): (batch · windows, tokens)."""
-    mask = window_mask(windows, k.device)
-    return None if mask is None else mask.repeat(k.shape[0] // mask.shape[0], 1)
-
-
-def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
-    """Return which tokens were neighbours before the map was rolled: (windows, tokens, tokens); None if it was not.
-
-    Rolling moves the map's top rows below its bottom ones. They share a window, but must not attend to each other.
-    """
-    if windows.shift_up == 0 and windows.shift_left == 0:
-        return None
-    height, width = padded_size(windows)
-    # In rolled coordinates the last shift_up rows and the last shift_left columns came from the other side.
-    rows = (torch.arange(height, device=device) >= height - windows.shift_up).int()
-    columns = (torch.arange(width, device=device) >= width - windows.shift_left).int()
-    side = (2 * rows[:, None] + columns[None, :]).reshape(1, height * width, 1)
-    side = window_partition(side, Windows(height, width, windows.height, windows.width)).squeeze(-1)
-    return side[:, :, None] == side[:, None, :]
-
-
-def window_means(x: Tensor, windows: Windows) -> Tensor:
-    """Return the mean of each window's real tokens: (batch, tokens, channels) to (batch · windows, channels)."""
-    if covers_map(windows):
-        return x.mean(dim=1)
-    # Padding is zero, so the mean over all places is too small by the fraction of real ones. No sum is computed: it
-    # might overflow in float16.
-    means = window_partition(x, windows).mean(dim=1)
-    mask = window_mask(windows, x.device)
-    if mask is None:
-        return means
-    fraction = mask.to(x.dtype).mean(dim=1)
-    return (means.view(-1, mask.shape[0], x.shape[2]) / fraction[:, None]).view(-1, x.shape[2])
-
-
-def take_head_group(x: Tensor | None, windows: Windows) -> Tensor:
-    """Return the part of a parameter, along its first dimension, that belongs to the head group of the windows."""
-    # torch declares biases as optional; ours always exist.
-    assert x is not None
-    length = x.shape[0] // windows.num_head_groups
-    return x[windows.head_group * length : (windows.head_group + 1) * length]

@@ -48,7 +48,7 @@ MODULES: dict[str, str] = {}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # What models pass to the constructor of every attention, besides the channels and the heads.
 MODEL_ARGUMENTS = ("layout", "qkv_bias", "lepe", "proj_drop", "num_prefix_tokens", "device", "dtype")
-FLAGS = ("wants_local_mlp", "learns_grid", "supports_windows", "supports_prefix_tokens", "supports_lepe", "row_wise")
+FLAGS = ("wants_dwconv_mlp", "learns_grid", "supports_windows", "supports_prefix_tokens", "supports_lepe", "row_wise")
 
 
 @overload

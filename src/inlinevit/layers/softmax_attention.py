@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
+from ..ops.windows import Windows, shift_mask, window_mask
 from ._cache import TensorCache, can_cache
 from .base_attention import BaseAttention, HeadGroup
 from .embed import ConvEmbed
-from .layouts import WholeMap, Windows, shift_mask, window_mask
+from .layouts import WholeMap
 
 # Masks do not depend on weights: they are computed once for each way to split a map, for all models.
 MASK_CACHE = TensorCache(max_entries=16, max_bytes=2**25)
@@ -25,7 +26,7 @@ class SoftmaxAttention(BaseAttention):
         dim: Channels.
         num_heads: Heads; they divide the channels.
         relative_window: Learn a bias for each relative position in a window of this size (Swin); 0 = none.
-        reduction: Take keys and values from the map made this many times smaller, by a strided convolution (PVT).
+        sr_ratio: Take keys and values from the map made this many times smaller, by a strided convolution (PVT).
         unit_queries: Normalise queries to unit length. Attention is then not injective; for experiments.
         **kwargs: Arguments of BaseAttention.
     """
@@ -40,16 +41,16 @@ class SoftmaxAttention(BaseAttention):
         num_heads: int,
         *,
         relative_window: int = 0,
-        reduction: int = 1,
+        sr_ratio: int = 1,
         unit_queries: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         windowed = relative_window > 0 or not isinstance(self.layout, WholeMap)
-        if reduction > 1 and (windowed or self.lepe is not None or self.num_prefix_tokens):
+        if sr_ratio > 1 and (windowed or self.lepe is not None or self.num_prefix_tokens):
             raise ValueError(
-                f"reduction={reduction} works on the whole map, without windows, lepe, relative_window and prefix "
-                "tokens: leave them out, or use reduction=1"
+                f"sr_ratio={sr_ratio} works on the whole map, without windows, lepe, relative_window and prefix "
+                "tokens: leave them out, or use sr_ratio=1"
             )
         factory: dict[str, Any] = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}
         self.relative_window = relative_window
@@ -58,7 +59,7 @@ class SoftmaxAttention(BaseAttention):
         if relative_window > 0:
             table = torch.empty((2 * relative_window - 1) ** 2, num_heads, **factory)
             self.relative_position_bias_table = nn.Parameter(table)
-        self.reduce = ConvEmbed(dim, dim, kernel=reduction, stride=reduction, **factory) if reduction > 1 else None
+        self.reduce = ConvEmbed(dim, dim, kernel=sr_ratio, stride=sr_ratio, **factory) if sr_ratio > 1 else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,12 +68,12 @@ class SoftmaxAttention(BaseAttention):
             trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def partition(self, x: Tensor, feat_size: tuple[int, int]) -> list[HeadGroup]:
-        """See BaseAttention.partition. With a reduction, keys and values are tokens of the reduced map."""
+        """See BaseAttention.partition. With sr_ratio > 1, keys and values are tokens of the reduced map."""
         if self.reduce is None:
             return super().partition(x, feat_size)
         batch, tokens, dim = x.shape
         if tokens > feat_size[0] * feat_size[1]:
-            raise ValueError("prefix tokens have no place on a reduced map: use reduction=1 where they are")
+            raise ValueError("prefix tokens have no place on a reduced map: use sr_ratio=1 where they are")
         reduced = self.reduce(x.view(batch, feat_size[0], feat_size[1], dim).permute(0, 3, 1, 2)).flatten(1, 2)
         weight, bias = self.qkv.weight, self.qkv.bias
         q = F.linear(x, weight[:dim], None if bias is None else bias[:dim])
@@ -118,17 +119,17 @@ class SoftmaxAttention(BaseAttention):
         table = self.relative_position_bias_table
         if table is None:
             return None
-        if max(windows.height, windows.width) > self.relative_window or windows.num_head_groups > 1:
+        if max(windows.window_height, windows.window_width) > self.relative_window or windows.num_head_groups > 1:
             raise ValueError(
                 f"relative_window={self.relative_window} has no positions for windows of "
-                f"{windows.height}×{windows.width}: use square windows of at most this size"
+                f"{windows.window_height}×{windows.window_width}: use square windows of at most this size"
             )
         # A window smaller than the table's (a map smaller than the window) uses the middle of the table.
-        rows = relative_positions(windows.height, table.device) + self.relative_window - 1
-        columns = relative_positions(windows.width, table.device) + self.relative_window - 1
+        rows = relative_positions(windows.window_height, table.device) + self.relative_window - 1
+        columns = relative_positions(windows.window_width, table.device) + self.relative_window - 1
         # (rows, 1, rows, 1) and (1, columns, 1, columns): pairs of tokens, row by row
         index = rows[:, None, :, None] * (2 * self.relative_window - 1) + columns[None, :, None, :]
-        tokens = windows.height * windows.width
+        tokens = windows.window_height * windows.window_width
         return table[index.reshape(-1)].view(tokens, tokens, -1).permute(2, 0, 1).unsqueeze(0)
 
 
@@ -157,7 +158,7 @@ def compute_masked_pairs(windows: Windows, device: torch.device) -> Tensor | Non
     real, neighbours = window_mask(windows, device), shift_mask(windows, device)
     if real is None and neighbours is None:
         return None
-    tokens = windows.height * windows.width
+    tokens = windows.window_height * windows.window_width
     visible = torch.ones(1, tokens, tokens, dtype=torch.bool, device=device)
     if real is not None:
         visible = visible & real[:, None, :]

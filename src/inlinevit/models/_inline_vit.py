@@ -193,7 +193,7 @@ class InLineViT(nn.Module):
     default_out_indices: int | tuple[int, ...] = (0, 1, 2, 3)
     # See Block.
     norm_eps = 1e-5
-    context_before_norm = False
+    kernels_before_norm = False
 
     @checked
     def __init__(
@@ -243,8 +243,8 @@ class InLineViT(nn.Module):
                 proj_drop=proj_drop_rate,
                 drop_path=drop_paths[stage][block],
                 norm_eps=self.norm_eps,
-                context_before_norm=self.context_before_norm,
-                local_mlp=kind.wants_local_mlp,
+                kernels_before_norm=self.kernels_before_norm,
+                dwconv_mlp=kind.wants_dwconv_mlp,
                 **factory,
             )
 
@@ -500,7 +500,7 @@ def grid_options(kind: type[BaseAttention], layout: Layout, feat_size: tuple[int
     if not kind.learns_grid:
         return {}
     windows = layout(feat_size)
-    return {"grid": (windows[0].height, windows[0].width) if len(windows) == 1 else feat_size}
+    return {"grid": (windows[0].window_height, windows[0].window_width) if len(windows) == 1 else feat_size}
 
 
 def square_windows(window_size: int | None, block: int) -> WholeMap | SquareWindows:

@@ -43,7 +43,7 @@ class InLineCSWin(InLineViT):
         (r"\.attns\.(\d)\.residual\.2\.(\w+)$", r".attn.local_residual.fc2.\2#\1"),
     )
 
-    context_before_norm = True
+    kernels_before_norm = True
 
     @checked
     def __init__(

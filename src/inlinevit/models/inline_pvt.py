@@ -13,8 +13,8 @@ from ._registry import create, default_cfg
 
 __all__ = ["InLinePVT"]
 
-# Default reduction of the map of keys and values in the softmax stages.
-SOFTMAX_REDUCTIONS = (8, 4, 2, 1)
+# Default sr_ratios: how many times smaller the map of keys and values is in the softmax stages.
+SR_RATIOS = (8, 4, 2, 1)
 
 
 class InLinePVT(InLineViT):
@@ -64,7 +64,7 @@ class InLinePVT(InLineViT):
         **kwargs: Any,
     ) -> None:
         check_stages(depths, embed_dims=embed_dims, num_heads=num_heads, mlp_ratios=mlp_ratios, sr_ratios=sr_ratios)
-        if sr_ratios is None and len(depths) > len(SOFTMAX_REDUCTIONS):
+        if sr_ratios is None and len(depths) > len(SR_RATIOS):
             raise ValueError(f"sr_ratios have no default for {len(depths)} stages: pass one entry per stage")
         reductions = [4 * 2**i for i in range(len(depths))]
         prefixes = [1 if class_token and i == len(depths) - 1 else 0 for i in range(len(depths))]
@@ -75,8 +75,8 @@ class InLinePVT(InLineViT):
 
         def make_attention(kind: type[BaseAttention], stage: int, block: int, options: dict[str, Any]) -> BaseAttention:
             if issubclass(kind, SoftmaxAttention):
-                reduction = SOFTMAX_REDUCTIONS[stage] if sr_ratios is None else sr_ratios[stage]
-                return kind(embed_dims[stage], num_heads[stage], reduction=reduction, **options)
+                sr_ratio = SR_RATIOS[stage] if sr_ratios is None else sr_ratios[stage]
+                return kind(embed_dims[stage], num_heads[stage], sr_ratio=sr_ratio, **options)
             if sr_ratios is not None and sr_ratios[stage] > 1:
                 raise ValueError(
                     f"stage {stage} reduces keys and values {sr_ratios[stage]} times, but {kind.__name__} needs the "

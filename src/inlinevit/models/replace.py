@@ -55,7 +55,7 @@ def replace_attention(
     Returns:
         The model.
     """
-    if find_attention(attention).wants_local_mlp:
+    if find_attention(attention).wants_dwconv_mlp:
         raise ValueError(
             f"{attention} attention needs convolutions in the MLPs, which are not replaced: use 'linear' for its "
             f"attention alone, or create a model of this library with attention={attention!r}"

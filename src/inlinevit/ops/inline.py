@@ -7,10 +7,10 @@ Summed against the values, this is the mean value plus the query times the key-v
 It subtracts where linear attention divides, so the length of a query is kept: different queries get different rows.
 Weights may be negative; that is intended.
 
-There are several ways to compute it, PATHS. All of them give the same result; choose_path returns the fastest.
+There are several ways to compute it, PATHS. All of them give the same result; select_path returns the fastest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from ._common import (
     visible_pairs,
 )
 from .feature_maps import apply_feature_map, map_keys
+from .local import add_convolution
 from .weights import register_weights
+from .windows import Windows, merge_heads, padding_mask, partition_heads, window_reverse
 
 
 def inline_attention(
@@ -57,17 +59,17 @@ def inline_attention(
     """
     check_qkv(q, k, v, mask)
     if path not in QKV_PATHS:
-        case = Case(
+        params = PathParams(
             tokens=k.shape[2],
             channels=k.shape[1] * k.shape[3],
             head_dim=k.shape[3],
-            feature_map=feature_map,
             masked=mask is not None,
-            foldable=False,
             dtype=q.dtype,
             device=q.device.type,
+            eager=False,
+            unavailable=LAYER_PATHS,
         )
-        path = choose_path(case, path)
+        path = select_path(params, path)
     with autocast_off(q):
         return QKV_PATHS[path](q, k, v, default_scale(q, scale), feature_map, affine, mask)
 
@@ -109,8 +111,41 @@ def explicit_path(
     return (weights @ hide_padding(promote(v), mask)).to(q.dtype)
 
 
-# The paths that start from q, k and v; "folded" starts from the tokens (see InLineAttention).
+# The paths that start from q, k and v.
 QKV_PATHS = {"explicit": explicit_path, "covariance": covariance_path}
+# Those that do not, and why they are not available here.
+LAYER_PATHS = {
+    "native": "it starts from the packed q, k and v of InLineAttention",
+    "folded": "it starts from the tokens and weights of InLineAttention, before q, k and v",
+}
+
+
+def windowed_inline_attention(
+    qkv: Tensor,
+    windows: Windows,
+    num_heads: int,
+    *,
+    kernels: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """InLine attention of one head group within windows (φ = identity), plus a 3×3 convolution of the values.
+
+    Args:
+        qkv: (batch, prefix + H·W, 3 · channels of all heads). With prefix tokens, the window must cover the map.
+        windows: The head group and its windows.
+        num_heads: Number of all heads.
+        kernels: (batch · windows, channels of the group, 9): the kernels of the local residual, plus those of LePE.
+        bias: (channels of the group,), of LePE. Needs kernels.
+        scale: Factor of q·k; head_dim^-1/2 by default.
+
+    Returns:
+        (batch, prefix + H·W, channels of the group).
+    """
+    q, k, v = partition_heads(qkv, windows, num_heads)
+    out = merge_heads(inline_attention(q, k, v, scale, mask=padding_mask(k, windows)))
+    static = None if bias is None else (bias.new_zeros(len(bias), 1, 3, 3), bias)
+    return window_reverse(add_convolution(out, v, kernels, static, windows), windows)
 
 
 @register_weights("inline")
@@ -140,80 +175,61 @@ def inline_weights(
     return hide_pairs((1.0 + scores) / count, pairs).to(dtype)
 
 
-class Case(NamedTuple):
-    """Properties on which the choice of the path depends.
+class PathParams(NamedTuple):
+    """What the choice of the path depends on.
 
     Attributes:
         tokens: Keys of each window.
         channels: Channels of all heads together.
         head_dim: Channels of a head.
-        feature_map: φ.
         masked: Whether some tokens are padding.
-        foldable: Whether the weights of q, k and v can be folded: tokens and weights are given, rather than q, k and v.
         dtype: Of the tokens.
         device: Where they are, such as "cpu".
+        eager: Whether operators are just called, on the CPU: nothing records, counts or transforms them.
+        unavailable: The paths that cannot be taken, and why.
     """
 
     tokens: int
     channels: int
     head_dim: int
-    feature_map: str
     masked: bool
-    foldable: bool
     dtype: torch.dtype
     device: str
+    eager: bool
+    unavailable: Mapping[str, str]
 
 
-class Path(NamedTuple):
-    """One way to compute InLine attention.
-
-    Attributes:
-        is_possible: Whether it can be used.
-        is_fastest: Whether it is faster than the paths after it.
-    """
-
-    is_possible: Callable[[Case], bool]
-    is_fastest: Callable[[Case], bool]
-
-
-# In this order: the first that is possible and fastest is used. `docs/performance.md` has the figures.
-PATHS = {
+# Whether a path is faster than those after it: the first that is available and fastest is taken. On "meta" the nominal
+# cost is counted, that of "covariance". `docs/performance.md` has the figures.
+PATHS: dict[str, Callable[[PathParams], bool]] = {
+    # The compiled kernel: attention and the convolution of the values in one operator, from packed q, k and v. Graphs
+    # are left to compilers, which fuse the other paths as well, and to runtimes that do not know the operator.
+    "native": lambda params: params.eager and params.dtype == torch.float32,
     # Neither q nor k is computed: the weights of q and k are multiplied into the key-value covariance, which is then
     # applied to the tokens. Fewer products and copies where there are many tokens; half precision would lose digits.
-    "folded": Path(
-        is_possible=lambda case: case.foldable and not case.masked and case.feature_map == "identity",
-        is_fastest=lambda case: (
-            case.tokens >= 2 * case.channels
-            and case.dtype in (torch.float32, torch.float64)
-            # On "meta" the nominal cost is counted, that of the path "covariance".
-            and case.device != "meta"
-        ),
+    "folded": lambda params: (
+        params.tokens >= 2 * params.channels
+        and params.dtype in (torch.float32, torch.float64)
+        and params.device != "meta"
     ),
     # The tokens × tokens matrix, where it is smaller than a head_dim × head_dim one.
-    "explicit": Path(
-        is_possible=lambda case: True,
-        is_fastest=lambda case: case.tokens < case.head_dim and not case.masked and case.device != "meta",
-    ),
+    "explicit": lambda params: params.tokens < params.head_dim and not params.masked and params.device != "meta",
     # The queries are multiplied by the key-value covariance.
-    "covariance": Path(is_possible=lambda case: True, is_fastest=lambda case: True),
+    "covariance": lambda params: True,
 }
 
 
-def choose_path(case: Case, forced: str | None = None) -> str:
-    """Return the name of the path for this case.
+def select_path(params: PathParams, forced: str | None = None) -> str:
+    """Return the name of the fastest path.
 
     Args:
-        case: Properties of the computation.
-        forced: Use this path; it must be possible.
+        params: What it depends on.
+        forced: Take this path; it must be available.
     """
     if forced is None:
-        return next(name for name, path in PATHS.items() if path.is_possible(case) and path.is_fastest(case))
+        return next(name for name, is_fastest in PATHS.items() if name not in params.unavailable and is_fastest(params))
     if forced not in PATHS:
         raise ValueError(f"unknown path {forced!r}: choose one of {', '.join(PATHS)}")
-    if not PATHS[forced].is_possible(case):
-        raise ValueError(
-            f"path {forced!r} is not possible here: it needs a layer's tokens and weights rather than q, k and v, "
-            "feature_map='identity', plain nn.Linear projections without hooks, and one window without padding that "
-            "covers the whole map"
-        )
+    if forced in params.unavailable:
+        raise ValueError(f"path {forced!r} is not possible here: {params.unavailable[forced]}")
     return forced

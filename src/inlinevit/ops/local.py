@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._common import autocast_off, needs_gradient, promote
+from .windows import Windows, merge_heads
 
 # From this many tokens on, a CPU convolves one map after the other faster than all maps at once.
 LARGE_MAP = 1024
@@ -49,6 +50,46 @@ def convolve_maps(maps: Tensor, kernels: Tensor, bias: Tensor | None = None) -> 
     """
     with autocast_off(maps):
         return CONVOLUTIONS[choose_convolution(maps, kernels)](maps, kernels, bias)
+
+
+def add_convolution(
+    out: Tensor, v: Tensor, dynamic: Tensor | None, static: tuple[Tensor, Tensor] | None, windows: Windows
+) -> Tensor:
+    """Add depthwise convolutions of the values to the tokens of the map; prefix tokens stay as they are.
+
+    Args:
+        out: The result of attention, (batch · windows, prefix + tokens, channels), which may be overwritten.
+        v: Values (batch · windows, heads, prefix + tokens, head_dim).
+        dynamic: 3×3 kernels for each window, (batch · windows, channels, 9), if there are any.
+        static: Weight (channels, 1, side, side) and bias (channels,) for all windows, if there are any.
+        windows: How the map was split.
+
+    Returns:
+        As out.
+    """
+    if dynamic is None and static is None:
+        return out
+    v = merge_heads(v)
+    prefix = v.shape[1] - windows.window_height * windows.window_width
+    maps = v[:, prefix:].unflatten(1, (windows.window_height, windows.window_width))
+    if static is None:
+        assert dynamic is not None
+        added = convolve_maps(promote(maps), promote(dynamic))
+    elif dynamic is None:
+        weight, bias = static
+        padding, groups = weight.shape[2] // 2, weight.shape[0]
+        added = F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups).permute(0, 2, 3, 1)
+    else:
+        weight, bias = static
+        # The sum of two convolutions of the same map is one convolution with the sum of their kernels.
+        added = convolve_maps(promote(maps), promote(dynamic) + promote(weight.flatten(1)), promote(bias))
+    added = added.flatten(1, 2).to(out.dtype)
+    if prefix == 0:
+        return out + added
+    if torch.compiler.is_compiling() or needs_gradient(out, added):
+        return out + F.pad(added, (0, 0, prefix, 0))
+    out[:, prefix:].add_(added)
+    return out
 
 
 def choose_convolution(maps: Tensor, kernels: Tensor) -> str:

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inlinevit.layers.block import LocalMlp
+from inlinevit.layers.block import DWConvMlp
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
 def test_it_is_its_formula(randomise, prefix):
     """linear → depthwise 3×3 over the map → GELU → linear; the prefix passes the convolution by."""
-    mlp = randomise(LocalMlp(4, 12))
+    mlp = randomise(DWConvMlp(4, 12))
     x = torch.randn(2, prefix + 15, 4, dtype=torch.float64)
     hidden = x @ mlp.fc1.weight.T + mlp.fc1.bias
     padded = F.pad(hidden[:, prefix:].view(2, 3, 5, 12), (0, 0, 1, 1, 1, 1))
@@ -25,27 +25,27 @@ def test_it_is_its_formula(randomise, prefix):
 
 
 def test_tokens_without_a_map_are_not_convolved(randomise):
-    mlp, x = randomise(LocalMlp(4, 12)), torch.randn(2, 3, 4, dtype=torch.float64)
+    mlp, x = randomise(DWConvMlp(4, 12)), torch.randn(2, 3, 4, dtype=torch.float64)
     expected = mlp.fc2(F.gelu(mlp.fc1(x)))
     torch.testing.assert_close(mlp(x, (0, 0)), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(mlp(torch.cat([x, x], dim=1), (1, 3))[:, :3], expected, rtol=0, atol=1e-12)
 
 
 def test_dropout_acts_in_training_alone():
-    mlp, x = LocalMlp(4, 12, drop=0.5), torch.randn(2, 15, 4)
+    mlp, x = DWConvMlp(4, 12, drop=0.5), torch.randn(2, 15, 4)
     assert (mlp.train()(x, (3, 5)) == 0).float().mean() > 0.3
     assert torch.all(mlp.eval()(x, (3, 5)) != 0)
 
 
 def test_built_on_a_device_and_in_a_dtype():
-    mlp = LocalMlp(4, 12, device="meta", dtype=torch.bfloat16)
+    mlp = DWConvMlp(4, 12, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in mlp.parameters()} == {("meta", torch.bfloat16)}
     assert mlp.conv.weight.shape == (12, 1, 3, 3)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_script():
-    mlp = LocalMlp(4, 12)
+    mlp = DWConvMlp(4, 12)
     scripted = torch.jit.script(mlp)
     for prefix, size in ((1, (3, 5)), (0, (2, 4)), (3, (0, 0))):
         x = torch.randn(2, prefix + size[0] * size[1], 4)
