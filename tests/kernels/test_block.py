@@ -242,13 +242,26 @@ def test_linear(rows: int, inputs: int, outputs: int, int8: bool) -> None:
 def test_int8_sums_are_exact() -> None:
     """Inputs and weights that are integers times a scale are represented exactly."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randint(-127, 128, (33, 700), generator=generator).float()
-    weight = torch.randint(-127, 128, (50, 700), generator=generator).float()
-    # The largest values set the scales.
-    x[:, [0, 600]] = 127.0
+    x = torch.randint(-100, 104, (33, 700), generator=generator).float()
+    weight = torch.randint(-39, 40, (50, 700), generator=generator).float()
+    # The smallest and largest values set the scales. Weights 2, 3, 6 and 7 are summed up in 16 bits.
+    x[:, [0, 600]], x[:, [1, 601]] = -100.0, 103.0
+    weight[:, [2, 6, 7]] = weight[:, [2, 6, 7]].abs()
     weight[:, 3] = -127.0
     packed = kernels.pack_linear(weight, None, int8=True)
     assert torch.equal(kernels.linear(x, packed, 50), x @ weight.t())
+
+
+@pytest.mark.parametrize("inputs", [4, 6, 96, 1031])
+def test_int8_sums_cannot_overflow(inputs: int) -> None:
+    """The largest inputs meet the largest weights of the same sign."""
+    weight = torch.ones(40, inputs) * torch.linspace(-3, 3, 40)[:, None]
+    packed = kernels.pack_linear(weight, None, int8=True)
+    for sign in (-1.0, 1.0):
+        out = kernels.linear(torch.full((1, inputs), sign), packed, 40)
+        assert error(out, sign * weight.sum(1).double()) < 1e-6
+    largest = packed.weight.int().view(-1, packed.weight.shape[1] // 2, 2, 16, 2, 2).sum(dim=(2, 5)).abs().amax()
+    assert 204 * largest <= 2**15 - 1
 
 
 def test_int8_keeps_nan() -> None:

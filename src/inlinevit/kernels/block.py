@@ -71,16 +71,8 @@ class PackedBlock:
     @property
     def options(self) -> tuple[Any, ...]:
         """All that is not a tensor, as describe_block takes it."""
-        names = (
-            "hidden_dim",
-            "num_heads",
-            "context_before_norm",
-            "norm1_eps",
-            "norm2_eps",
-            "softmax",
-            "relative_window",
-        )
-        return tuple(vars(self)[name] for name in names)
+        norms = (self.context_before_norm, self.norm1_eps, self.norm2_eps)
+        return (self.hidden_dim, self.num_heads, *norms, self.softmax, self.relative_window)
 
     @cached_property
     def description(self) -> CBlock:

@@ -11,13 +11,19 @@ from ._library import CLinear
 # Outputs of a linear layer per panel, and inputs per block (native/api.h).
 PANEL = 16
 DEPTH_BLOCK = 512
+# Quantised inputs are 0 to this, and int8 weights at most this.
+LARGEST_INPUT = 204
+LARGEST_WEIGHT = 127
+# Products of four inputs are summed up in 16 bits: four weights of the same sign may be this large together. Rounding
+# adds up to a half to each, and 204 · 160 < 2¹⁵.
+LARGEST_SUM = 156
 
 
 class PackedLinear(NamedTuple):
     """A packed linear layer; outputs are padded to whole panels.
 
     Attributes:
-        weight: float32 (panels, inputs, 16), or int8 (panels, inputs / 4, 16, 4).
+        weight: float32 (panels, inputs, 16), or int8 (panels, inputs / 4, 16, 4), inputs padded to a multiple of 8.
         bias: (padded outputs,).
         scales: int8 only: the scale of each output, (padded outputs,). Else empty.
         sums: int8 only: the sum of each output's integers over each block of inputs, (blocks, padded outputs). Else
@@ -47,13 +53,15 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, int8: bool) -> PackedLin
     if not int8:
         panels = F.pad(weight, (0, 0, 0, missing)).view(-1, PANEL, inputs)
         return PackedLinear(panels.transpose(1, 2).contiguous(), padded_bias, torch.empty(0), torch.empty(0))
-    scales = F.pad(weight.abs().amax(dim=1) / 127, (0, missing))
-    integers = torch.round(weight / scales[:outputs, None].clamp(min=torch.finfo(torch.float32).tiny))
-    integers = F.pad(integers, (0, -inputs % 4, 0, missing))
+    weight = F.pad(weight, (0, -inputs % 8, 0, missing))
+    # Inputs 0, 1, 4, 5 of each eight meet in a sum of 16 bits, and 2, 3, 6, 7.
+    quads = weight.view(len(weight), -1, 2, 2, 2).transpose(2, 3).flatten(3)
+    sums = torch.maximum(quads.clamp(min=0).sum(dim=3), -quads.clamp(max=0).sum(dim=3)).flatten(1).amax(dim=1)
+    scales = torch.maximum(weight.abs().amax(dim=1) / LARGEST_WEIGHT, sums / LARGEST_SUM)
+    integers = torch.round(weight / scales[:, None].clamp(min=torch.finfo(torch.float32).tiny))
     sums = torch.stack([block.sum(dim=1) for block in integers.split(DEPTH_BLOCK, dim=1)])
-    # Four inputs side by side, of which the second and third change places (native/int8.h).
-    quads = integers.view(-1, PANEL, integers.shape[1] // 4, 4)[..., [0, 2, 1, 3]]
-    return PackedLinear(quads.transpose(1, 2).contiguous().to(torch.int8), padded_bias, scales, sums.to(torch.int32))
+    groups = integers.view(-1, PANEL, integers.shape[1] // 4, 4).transpose(1, 2)
+    return PackedLinear(groups.contiguous().to(torch.int8), padded_bias, scales, sums.to(torch.int32))
 
 
 def describe_linear(layer: PackedLinear, inputs: int, outputs: int) -> CLinear:
@@ -65,7 +73,7 @@ def describe_linear(layer: PackedLinear, inputs: int, outputs: int) -> CLinear:
     panels = -(-outputs // PANEL)
     int8 = layer.weight.dtype == torch.int8
     expected: list[tuple[Tensor, torch.dtype, tuple[int, ...]]] = [
-        (layer.weight, torch.int8, (panels, -(-inputs // 4), PANEL, 4))
+        (layer.weight, torch.int8, (panels, 2 * -(-inputs // 8), PANEL, 4))
         if int8
         else (layer.weight, torch.float32, (panels, inputs, PANEL)),
         (layer.bias, torch.float32, (panels * PANEL,)),

@@ -4,11 +4,13 @@
 #pragma once
 #include <stdint.h>
 
-#define INLINEVIT_API_VERSION 2
+#define INLINEVIT_API_VERSION 3
 
 // Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
 #define INLINEVIT_PANEL 16
 #define INLINEVIT_DEPTH_BLOCK 512
+// Inputs of int8 products are quantised to this many steps; rounding may make it one more.
+#define INLINEVIT_INPUT_RANGE 203
 
 extern "C" {
 
@@ -26,7 +28,7 @@ typedef struct {
 // A packed linear layer. Outputs are padded to whole panels, in weight, bias, scales and sums.
 typedef struct {
   int64_t inputs, outputs;
-  // float32: (panels, inputs, 16). int8: (panels, inputs / 4 rounded up, 16, 4).
+  // float32: (panels, inputs, 16). int8: (panels, inputs / 4, 16, 4), inputs padded to a multiple of 8.
   const void* weight;
   const float* bias;
   // int8 only, else null: the scale of each output, and the sum of its integers over each block of inputs.
