@@ -79,20 +79,20 @@ class InLineAttention(BaseAttention):
         """Return what the path of tokens (batch, prefix + H·W, dim) in the windows of each head group depends on."""
         windows, device = groups[0], x.device.type
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        params = PathParams(
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        return PathParams(
             tokens=x.shape[1] if covers_map(windows) else windows.window_height * windows.window_width,
             channels=self.dim,
             head_dim=self.head_dim,
             masked=padded_size(windows) != (windows.map_height, windows.map_width),
-            dtype=torch.get_autocast_dtype(device) if autocast else x.dtype,
+            dtype=dtype,
             device=device,
             eager=kernels.is_eager(x),
-            unavailable={},
+            unavailable=self.unavailable_paths(dtype, device, groups),
         )
-        return params._replace(unavailable=self.unavailable_paths(params, groups))
 
-    def unavailable_paths(self, params: PathParams, groups: list[Windows]) -> dict[str, str]:
-        """Return the paths that cannot be taken, and why."""
+    def unavailable_paths(self, dtype: torch.dtype, device: str, groups: list[Windows]) -> dict[str, str]:
+        """Return the paths that cannot be taken for tokens of this type on this device, and why."""
         phi, replaced = self.feature_map.name, replaced_method(type(self))
         if phi != "identity" or replaced:
             reason = f"{type(self).__name__} has its own {replaced}" if replaced else f"feature_map is {phi!r}"
@@ -100,10 +100,10 @@ class InLineAttention(BaseAttention):
         reasons = {}
         if reason := kernels.unavailable_reason():
             reasons["native"] = reason
-        elif params.dtype not in kernels.DTYPES or params.device not in ("cpu", "meta"):
-            reasons["native"] = f"it computes float32 and float64 on a CPU, not {params.dtype} on {params.device}"
+        elif dtype not in kernels.DTYPES or device not in ("cpu", "meta"):
+            reasons["native"] = f"it computes float32 and float64 on a CPU, not {dtype} on {device}"
         # Only a plain linear layer can be folded, not one that was replaced or that has hooks.
-        if type(self.qkv) is not nn.Linear or has_hooks(self.qkv) or len(groups) > 1 or not covers_map(groups[0]):
+        if len(groups) > 1 or not covers_map(groups[0]) or type(self.qkv) is not nn.Linear or has_hooks(self.qkv):
             reasons["folded"] = "it needs a plain nn.Linear as qkv, without hooks, and one window that covers the map"
         return reasons
 
@@ -124,8 +124,9 @@ class InLineAttention(BaseAttention):
         """See BaseAttention.local_kernels."""
         if self.local_residual is None:
             return None
-        channels = self.dim // windows.num_head_groups
-        kernel_tokens = kernel_tokens[:, :, windows.head_group * channels : (windows.head_group + 1) * channels]
+        if windows.num_head_groups > 1:
+            channels = self.dim // windows.num_head_groups
+            kernel_tokens = kernel_tokens[:, :, windows.head_group * channels : (windows.head_group + 1) * channels]
         return self.local_residual(window_means(kernel_tokens, windows), windows)
 
     def convolution(self, kernel_tokens: Tensor, windows: Windows) -> tuple[Tensor | None, Tensor | None]:

@@ -148,5 +148,7 @@ def take_head_group(x: Tensor | None, windows: Windows) -> Tensor:
     """Return the part of a parameter, along its first dimension, that belongs to the head group of the windows."""
     # torch declares biases as optional; ours always exist.
     assert x is not None
+    if windows.num_head_groups == 1:
+        return x
     length = x.shape[0] // windows.num_head_groups
     return x[windows.head_group * length : (windows.head_group + 1) * length]
