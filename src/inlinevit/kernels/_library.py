@@ -64,7 +64,7 @@ class CBlock(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("batch", "prefix", "num_heads", "head_dim", "threads")),
-        *((name, c_int64) for name in ("prefix_only", "context_before_norm", "softmax", "relative_window")),
+        *((name, c_int64) for name in ("prefix_only", "kernels_before_norm", "softmax", "relative_window")),
         *((name, c_double) for name in ("scale", "norm1_eps", "norm2_eps")),
         ("num_head_groups", c_int64),
         ("windows", CWindows * 2),

@@ -35,7 +35,7 @@ class PackedBlock:
             LINEARS.
         hidden_dim: Width of the MLP.
         num_heads: Heads.
-        context_before_norm: Whether the local residual's mean token is that of the block's input, or of its norm.
+        kernels_before_norm: Whether the local residual's mean token is that of the block's input, or of its norm.
         norm1_eps: eps of the first norm.
         norm2_eps: eps of the second norm.
         softmax: Whether attention is softmax, or InLine.
@@ -45,7 +45,7 @@ class PackedBlock:
     tensors: tuple[Tensor, ...]
     hidden_dim: int
     num_heads: int
-    context_before_norm: bool
+    kernels_before_norm: bool
     norm1_eps: float
     norm2_eps: float
     softmax: bool
@@ -71,7 +71,7 @@ class PackedBlock:
     @property
     def options(self) -> tuple[Any, ...]:
         """All that is not a tensor, as describe_block takes it."""
-        norms = (self.context_before_norm, self.norm1_eps, self.norm2_eps)
+        norms = (self.kernels_before_norm, self.norm1_eps, self.norm2_eps)
         return (self.hidden_dim, self.num_heads, *norms, self.softmax, self.relative_window)
 
     @cached_property
@@ -94,7 +94,7 @@ def pack_block(
     num_heads: int,
     local_residual: tuple[nn.Conv1d, nn.Conv1d] | None = None,
     lepe: nn.Conv2d | None = None,
-    context_before_norm: bool = False,
+    kernels_before_norm: bool = False,
     softmax: bool = False,
     relative_position_bias_table: Tensor | None = None,
     relative_window: int = 0,
@@ -112,7 +112,7 @@ def pack_block(
         num_heads: Heads.
         local_residual: fc1 and fc2 of LocalResidual.
         lepe: LePE, a depthwise 3×3 convolution.
-        context_before_norm: See PackedBlock.
+        kernels_before_norm: See PackedBlock.
         softmax: Whether attention is softmax, which has no local residual, or InLine.
         relative_position_bias_table: Biases of relative positions for softmax, ((2 · relative_window - 1)², heads).
         relative_window: The side of the windows that they are made for; smaller ones use the middle of the table.
@@ -153,7 +153,7 @@ def pack_block(
         tuple(packed),
         hidden_dim=fc1.out_features,
         num_heads=num_heads,
-        context_before_norm=context_before_norm,
+        kernels_before_norm=kernels_before_norm,
         norm1_eps=norm1.eps,
         norm2_eps=norm2.eps,
         softmax=softmax,
@@ -162,7 +162,7 @@ def pack_block(
 
 
 OPS.define(
-    "block(Tensor x, Tensor[] tensors, SymInt[] windows, int hidden_dim, int num_heads, bool context_before_norm, "
+    "block(Tensor x, Tensor[] tensors, SymInt[] windows, int hidden_dim, int num_heads, bool kernels_before_norm, "
     "float norm1_eps, float norm2_eps, bool softmax, int relative_window, bool prefix_only) -> Tensor"
 )
 
@@ -186,7 +186,7 @@ def describe_block(
     tensors: Sequence[Tensor],
     hidden_dim: int,
     num_heads: int,
-    context_before_norm: bool,
+    kernels_before_norm: bool,
     norm1_eps: float,
     norm2_eps: float,
     softmax: bool,
@@ -202,7 +202,7 @@ def describe_block(
     channels = tensors[0].numel()
     width = channels // num_heads
     described = CBlock(num_heads=num_heads, head_dim=width, scale=width**-0.5)
-    described.context_before_norm = context_before_norm
+    described.kernels_before_norm = kernels_before_norm
     described.norm1_eps, described.norm2_eps = norm1_eps, norm2_eps
     described.softmax, described.relative_window = softmax, relative_window
     shapes: list[tuple[int, ...]] = [(channels,)] * 4

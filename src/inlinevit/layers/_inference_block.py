@@ -127,7 +127,7 @@ def pack_block(block: Block, *, int8: bool) -> kernels.PackedBlock | None:
         fc2=cast(nn.Linear, mlp.fc2),
         num_heads=attn.num_heads,
         lepe=attn.lepe,
-        context_before_norm=block.context_before_norm,
+        kernels_before_norm=block.kernels_before_norm,
         int8=int8,
         **options,
     )

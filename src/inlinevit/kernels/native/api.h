@@ -41,7 +41,7 @@ typedef struct {
   // Compute only the outputs of the prefix tokens.
   int64_t prefix_only;
   // The mean token of the local residual is that of the block's input, not of its norm.
-  int64_t context_before_norm;
+  int64_t kernels_before_norm;
   // Softmax attention, which has no local residual, instead of InLine attention.
   int64_t softmax;
   // The side of the largest window that relative_bias has positions for; 0 without it.

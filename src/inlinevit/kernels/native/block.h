@@ -194,7 +194,7 @@ void project_tokens(const BlockPlan& plan, const float* x, long count, long pref
     const float* token = x + i * channels;
     float* normed = buffers.normed + i * channels;
     layer_norm(token, block.norm1_weight, block.norm1_bias, channels, block.norm1_eps, normed);
-    if (sums) add_row(sums, block.context_before_norm ? token : normed, channels);
+    if (sums) add_row(sums, block.kernels_before_norm ? token : normed, channels);
   }
   buffers.products.prepare(block.qkv, buffers.normed, channels, count, channels);
   auto project = [&](long rows, long begin, long end) {
@@ -347,7 +347,7 @@ void attend_window(const BlockPlan& plan, const Attention<float>& attention, lon
       const long found = attention.find_rows(x, channels, window, begin, end, scratch.tokens, nullptr, scratch.rows);
       for (long i = 0; i < found; ++i) {
         const float* token = scratch.rows[i];
-        if (!block.context_before_norm) {
+        if (!block.kernels_before_norm) {
           layer_norm(token, block.norm1_weight, block.norm1_bias, channels, block.norm1_eps, buffers.normed);
           token = buffers.normed;
         }
