@@ -18,7 +18,7 @@ VARIANT_VARIABLE = "INLINEVIT_KERNELS"
 LIBRARY_VARIABLE = "INLINEVIT_KERNELS_LIBRARY"
 
 # Of native/api.h.
-API_VERSION = 3
+API_VERSION = 4
 
 
 class CWindows(Structure):
@@ -129,14 +129,32 @@ def load() -> Library:
                 f"compiled from other sources (version {version}, not {API_VERSION}): install inlinevit again"
             )
         supported = tuple(handle.inlinevit_variants().decode().split(","))
+        handle.inlinevit_use_openmp.argtypes, handle.inlinevit_use_openmp.restype = [c_void_p], None
         functions = {name: declare(handle, name, arguments) for name, arguments in ARGUMENTS.items()}
     except (OSError, AttributeError) as error:
         return unused(f"cannot be loaded: {error}")
     variant = wanted or supported[0]
     if handle.inlinevit_select(variant.encode()) != 0:
         return unused(f"{VARIANT_VARIABLE}={variant} is not one of {', '.join(supported)}, off", supported)
+    handle.inlinevit_use_openmp(find_openmp())
     chosen = f"chosen by {VARIANT_VARIABLE}" if wanted else "the best that this CPU supports"
     return Library(functions, Status(variant, supported, path, f"variant {variant}, {chosen}"))
+
+
+def find_openmp() -> c_void_p | None:
+    """Return the function GOMP_parallel of the OpenMP runtime that torch has loaded, or None.
+
+    With threads of their own, the kernels would compete with those of torch, which wait actively after each operator.
+    """
+    folder = Path(torch.__file__).parent
+    for path in (*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*"), "libgomp.so.1"):
+        try:
+            # Only if it is loaded already: a second runtime would have threads of its own as well.
+            runtime = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return ctypes.cast(runtime.GOMP_parallel, c_void_p)
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 def declare(handle: ctypes.CDLL, name: str, arguments: list[Any]) -> Callable[..., int]:

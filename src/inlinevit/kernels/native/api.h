@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INLINEVIT_API_VERSION 3
+#define INLINEVIT_API_VERSION 4
 
 // Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
 #define INLINEVIT_PANEL 16
@@ -88,6 +88,8 @@ int inlinevit_api_version(void);
 const char* inlinevit_variants(void);
 // Use one of them from now on; returns 0, or 1 if there is no such variant.
 int inlinevit_select(const char* variant);
+// Use the threads of the OpenMP runtime with this function GOMP_parallel, or with null those of this library.
+void inlinevit_use_openmp(void* parallel);
 
 int inlinevit_attention_f32(const InlinevitAttention*, const float*, const float*, const float*, float*, float*);
 int inlinevit_attention_f64(const InlinevitAttention*, const double*, const double*, const double*, double*, double*);

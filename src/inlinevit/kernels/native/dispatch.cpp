@@ -113,6 +113,10 @@ INLINEVIT_EXPORT int inlinevit_select(const char* name) {
   return 1;
 }
 
+INLINEVIT_EXPORT void inlinevit_use_openmp(void* parallel) {
+  inlinevit::use_openmp(reinterpret_cast<inlinevit::OpenMP>(parallel));
+}
+
 INLINEVIT_EXPORT int inlinevit_attention_f32(const InlinevitAttention* shape, const float* qkv, const float* kernels,
                                              const float* bias, float* out, float* state) {
   return call(functions().attention_f32, shape, qkv, kernels, bias, out, state);

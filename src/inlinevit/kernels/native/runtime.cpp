@@ -50,7 +50,8 @@ void watch(Condition condition) {
   }
 }
 
-// Workers sleep between calls: spinning ones would slow down torch's threads. A job lies in the queue once for each
+// The threads of this library, where there are none of OpenMP to use. They sleep between calls: spinning ones would
+// slow down torch's threads. A job lies in the queue once for each
 // worker that it could use. Whoever has called run_tasks works as well, and never waits for workers that have not
 // come: calls from several threads share the workers, and each of them ends even if it gets none.
 class Pool {
@@ -113,16 +114,24 @@ class Pool {
   long workers_ = 0;
 };
 
-// Never destroyed, because its workers run until the process ends. After a fork the child has none of them, and the
-// mutex may be locked forever: the child starts with a new pool.
+// Never destroyed, because its workers run until the process ends.
 std::atomic<Pool*> pool{nullptr};
+// torch's OpenMP, if it is known: its threads still wait actively when the kernels begin, and would compete with others.
+std::atomic<OpenMP> openmp{nullptr};
+std::mutex creation;
 
-Pool& current_pool() {
-  static std::mutex creation;
+// After a fork the child has none of the threads, and a pool's mutex may be locked forever: the child starts with a new
+// pool. It cannot use OpenMP, which waits for threads of the parent.
+void handle_forks() {
   static std::once_flag once;
   std::call_once(once, [] {
-    pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); }, [] { pool = nullptr, creation.unlock(); });
+    pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
+                   [] { pool = nullptr, openmp = nullptr, creation.unlock(); });
   });
+}
+
+Pool& current_pool() {
+  handle_forks();
   Pool* existing = pool;
   if (existing) return *existing;
   std::lock_guard lock(creation);
@@ -156,11 +165,19 @@ thread_local Buffer buffers[int(Scratch::count)];
 void run_tasks(long count, long threads, Task task, void* context) {
   Job job{count, task, context};
   threads = std::min(threads, count);
-  if (threads > 1)
-    current_pool().run(job, threads);
-  else
+  const OpenMP parallel = openmp;
+  if (threads <= 1)
     job.run();
+  else if (parallel)
+    parallel([](void* shared) { static_cast<Job*>(shared)->run(); }, &job, unsigned(threads), 0);
+  else
+    current_pool().run(job, threads);
   if (job.failed) throw std::bad_alloc();
+}
+
+void use_openmp(OpenMP parallel) {
+  handle_forks();
+  openmp = parallel;
 }
 
 void* scratch(Scratch kind, size_t bytes) {

@@ -10,6 +10,11 @@ using Task = void (*)(void* context, long index);
 // Throws std::bad_alloc if a task did.
 void run_tasks(long count, long threads, Task task, void* context);
 
+// Function GOMP_parallel of an OpenMP runtime: calls function(data) on `threads` threads.
+using OpenMP = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+// Run tasks on the threads of this runtime from now on, or with null on threads of this library.
+void use_openmp(OpenMP parallel);
+
 enum class Scratch { caller, task, count };
 
 // Memory of the current thread, 64-byte aligned, valid until the same thread asks for the same kind again.
