@@ -293,7 +293,7 @@ COMMANDS = [
     ("bench model --name x", "--name is for the files in --output"),
     ("bench model --output out --name a/b", "--name is 'a/b': it should be a plain name"),
     ("bench model --backward --modes optimized", "mode optimized is for inference"),
-    ("bench layer --modes optimized", "mode optimized is for inference with classifiers, not for layer"),
+    ("bench layer --modes optimized", "mode optimized is for classifiers, not for layer"),
     ("bench loop --run.output out", "--run.output would have no effect: leave it out"),
     (
         "bench loop --run.keep_checkpoints 7 --run.log_every 3",

@@ -38,6 +38,12 @@ class Record:
 # The most important ones first.
 RESOLUTION = f"{BENCH} resolution --sizes 224 384 640 1024"
 PVT = "--models inline_pvt_small pvt_small --sizes 224 512 --batches 1"
+# Softmax by the same native blocks.
+NATIVE_SOFTMAX = " ".join(
+    f"inline_deit_tiny{attention}@{mode}"
+    for attention in ("", ":attention=softmax")
+    for mode in ("optimized", "optimized-int8")
+)
 ALL_RUNTIMES = "eager compiled optimized optimized-int8 openvino openvino-int8 onnxruntime"
 COMMANDS = {
     "resolution": Record(
@@ -48,6 +54,9 @@ COMMANDS = {
     ),
     "resolution-batch8": Record(
         f"{RESOLUTION} --batches 8 --modes eager optimized openvino --rounds 20 --patience 12", 5
+    ),
+    "native-softmax": Record(
+        f"{BENCH} model --models {NATIVE_SOFTMAX} --sizes 224 384 640 1024 --batches 1 --rounds 30 --patience 10", 2
     ),
     "pvt": Record(f"{BENCH} model {PVT} --modes eager optimized openvino --rounds 30 --patience 12", 2),
     "window": Record(f"{BENCH} window --windows 56 28 14 7 --modes optimized openvino --rounds 15 --patience 15", 4),
