@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -493,9 +494,11 @@ FAMILIES = ("inline_deit", "inline_pvt", "inline_swin", "inline_cswin", "baselin
 
 
 def registered() -> list[Any]:
-    """All models; only the smallest of each family are quick."""
+    """All models; only the smallest InLine model of each family is quick."""
     names = [name for family in FAMILIES for name in timm.list_models(module=family)]
-    return [pytest.param(name, marks=() if name.endswith("tiny") else pytest.mark.slow) for name in names]
+    return [
+        pytest.param(name, marks=() if re.fullmatch("inline_.*_tiny", name) else pytest.mark.slow) for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", registered())
