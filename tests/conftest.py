@@ -9,6 +9,16 @@ from typing import Any
 
 import pytest
 
+# Runtimes of the extra `bench`. A process that has loaded all of them may abort when it forks data-loader workers
+# later, so the fast tests do without them; the slow ones have them.
+RUNTIMES = ("openvino", "nncf", "onnxruntime", "onnxscript")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "slow":
+        # Modules that are None count as not installed.
+        sys.modules.update(dict.fromkeys(RUNTIMES))  # type: ignore[arg-type]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def parsers_are_made_once() -> Iterator[None]:

@@ -21,6 +21,9 @@ TINY = "inline_deit_tiny:embed_dim=16,depth=1,num_heads=2,num_classes=5"
 OTHERS = [name for name, mode in MODES.items() if mode.packages]
 CPU = torch.device("cpu")
 
+# They need the runtimes, which the fast tests hide (tests/conftest.py).
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def small_matrices(monkeypatch):

@@ -18,6 +18,7 @@ def test_bench_prints_a_table_and_writes_a_report(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.json", "a.png", "a.svg"}
 
 
+@pytest.mark.slow
 def test_a_quick_bench_of_models_includes_the_best_modes_of_both(monkeypatch, capsys):
     from inlinevit.benchmark import runtimes
 
