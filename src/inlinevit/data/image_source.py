@@ -208,6 +208,14 @@ class RegionSource:
         """Number of channels."""
         return self.pixel_format.channels
 
+    @property
+    def fingerprint(self) -> str:
+        """What the rows depend on, but for the content of the file: for jobs that are resumed."""
+        path = Path(self.name)
+        status = path.stat() if path.exists() else None
+        state = () if status is None else (str(path.absolute()), status.st_size, status.st_mtime_ns)
+        return repr((state, self.level, self.box, self.pixel_format, self.mean.tolist(), self.std.tolist()))
+
     def read(self, top: int, bottom: int) -> np.ndarray:
         """Return rows as they are stored, (rows, width, bands)."""
         factors = [full / own for full, own in zip(self.reader.dimensions, self.level_size, strict=True)]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..models._weight_files import classes_of_head, read_state_dict, require_finite
+from ..streaming.mask import any_of_cells
 from ..utils.atomic import atomic_folder, atomic_path, atomic_write_json, disk_full_errors
 from ..utils.memory import GIGABYTE
 from ..utils.validation import require
@@ -244,41 +245,44 @@ class ZarrSink(FileSink):
 
 
 class ClassMapSink(FileSink):
-    """The most probable class of each token, as a tiled TIFF file, GeoTIFF if the image was one.
+    """From a map of logits (height, width, classes) to the most probable class of each token: a tiled TIFF file.
+
+    It is a GeoTIFF file if the image was one.
 
     Rows are collected in a file aside, with one or two bytes per token, and tiles are compressed at the end.
 
     Args:
         path: The file.
         coordinates: Where its entries are.
-        head: From the channels of a token to classes.
         probabilities: A second file, for the probability of each class, float32; None = none.
-        mask: Which tokens count, (height, width); others have the value MASKED (65535 in files of 16 bits).
+        mask: Which tokens of this or an earlier stage count, (height, width); others get the value MASKED, or 65535
+            in files of 16 bits.
     """
 
     def __init__(
         self,
         path: Path,
         coordinates: Coordinates,
-        head: LinearHead,
         *,
         probabilities: Path | None = None,
         mask: NDArray[np.bool_] | None = None,
     ) -> None:
         super().__init__(path, coordinates)
-        self.head, self.probabilities, self.mask = head, probabilities, mask
-        self.classes = len(head.weight)
-        kind = np.uint8 if self.classes <= MASKED else np.uint16
-        self.dtype, self.masked_value = np.dtype(kind), int(np.iinfo(kind).max)
+        self.probabilities, self.mask = probabilities, mask
+        self.size = (0, 0)
 
     def count_bytes(self) -> int:
-        height, width, _ = self.shape
+        height, width, self.classes = self.shape
+        self.size = (width, height)
+        kind = np.uint8 if self.classes <= MASKED else np.uint16
+        self.dtype, self.masked_value = np.dtype(kind), int(np.iinfo(kind).max)
         entry = self.dtype.itemsize + (4 * self.classes if self.probabilities else 0)
         # The rows, and the files that are made of them.
         return 2 * height * width * entry
 
     def open(self) -> None:
-        check_head(self.head, self.shape[2], "the map")
+        if self.mask is not None:
+            self.mask = any_of_cells(torch.from_numpy(self.mask), self.shape[:2]).numpy()
         # Files appear when the contexts end, in the reverse order.
         self.outputs = [
             _TiledOutput(path, dtype, bands, self.stack)
@@ -290,13 +294,12 @@ class ClassMapSink(FileSink):
         ]
 
     def write(self, top: int, rows: Tensor) -> None:
-        logits = rows @ self.head.weight.T + self.head.bias
-        classes = logits.argmax(dim=2).numpy().astype(self.dtype)
+        classes = rows.argmax(dim=2).numpy().astype(self.dtype)
         if self.mask is not None:
             classes[~self.mask[top : top + len(rows)]] = self.masked_value
         self.outputs[0].append(classes)
         if self.probabilities is not None:
-            probabilities = logits.softmax(dim=2).numpy()
+            probabilities = rows.softmax(dim=2).numpy()
             if self.mask is not None:
                 probabilities[~self.mask[top : top + len(rows)]] = np.nan
             self.outputs[1].append(probabilities)
