@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..data.image_source import RegionSource, choose_box, choose_level, name_of, open_regions
-from ..data.images import ImageFiles, printable
+from ..data.images import is_pattern, printable
 from ..data.map_files import TIFF, ClassMapSink, Coordinates, check_head, feature_sink, read_head
 from ..data.regions import readable
 from ..data.token_masks import make_token_mask
@@ -85,11 +85,8 @@ def stream_predict_command(
     if head is None:
         return _write_classes(predictor, name_of(images[0]), logits, options, outputs[0])
     width, height = classes.size
-    print(
-        printable(
-            f"{outputs[0]}: the classes of {width} × {height} tokens, one for {classes.stride} × {classes.stride} pixels"
-        )
-    )
+    side = classes.stride
+    print(printable(f"{outputs[0]}: classes of {width} × {height} tokens, one for {side} × {side} pixels"))
     return 0
 
 
@@ -245,18 +242,17 @@ def _check_predictor(model: str, predictor: Any) -> InLineViT:
     network = getattr(predictor, "model", None)
     if not isinstance(predictor, ImagePredictor) or not isinstance(network, InLineViT):
         raise ValueError(
-            f"{model} cannot be streamed: name a model of this library for classification (`inlinevit models`), or a run "
-            "of one"
+            f"{model} cannot be streamed: name a model of this library for classification (`inlinevit models`), or a "
+            "run of one"
         )
     return network
 
 
 def _check_predict_options(options: ClassPredictOptions, images: Sequence[str]) -> None:
     """Refuse options that have no effect on a streamed image."""
-    files = ImageFiles(images)
     require(
-        len(images) == 1 and (len(files) == 1 or Path(images[0]).is_dir()),
-        f"--stream takes one image, but there are {max(len(images), len(files))}: run it for each of them",
+        len(images) == 1 and not is_pattern(images[0]),
+        "--stream takes one image: run the command for each of them",
     )
     require(options.device in (None, "cpu"), "--stream computes on the CPU: leave out --device")
     require(options.resume == "auto", "--resume has no effect on a streamed image: see --state")
