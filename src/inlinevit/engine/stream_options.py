@@ -41,8 +41,8 @@ class RegionOptions:
 class StreamOptions(RegionOptions):
     """How one image is streamed."""
 
-    # Options that say which pixels the model gets, whether they are streamed or not.
-    always_apply: ClassVar[tuple[str, ...]] = ()
+    # Options that have no effect without `stream`.
+    needs_stream: ClassVar[tuple[str, ...]] = ("memory", "spill", "state", "mask")
 
     stream: bool = False
     """Process one image of any size as a whole, by rows, in bounded memory; it is not resized."""
@@ -61,8 +61,8 @@ class StreamOptions(RegionOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.stream:
-            defaults = {one.name: one.default for one in fields(self) if one.name not in self.always_apply}
-            given = [name for name, default in defaults.items() if name != "stream" and vars(self)[name] != default]
+            defaults = {one.name: one.default for one in fields(self)}
+            given = [name for name in self.needs_stream if vars(self)[name] != defaults[name]]
             require(
                 not given, f"--{' and --'.join(given)} apply to streamed images only: add --stream, or leave it out"
             )
@@ -71,6 +71,11 @@ class StreamOptions(RegionOptions):
 @dataclass(kw_only=True)
 class StreamPredictOptions(StreamOptions):
     """How `predict` streams one image."""
+
+    needs_stream: ClassVar[tuple[str, ...]] = (
+        *StreamOptions.needs_stream,
+        *("level", "mpp", "region", "head", "probabilities"),
+    )
 
     head: str | None = None
     """Safetensors file of a linear layer, weight (classes, channels) and bias (classes): predict the class of each
@@ -89,17 +94,6 @@ class StreamPredictOptions(StreamOptions):
 @dataclass(kw_only=True)
 class FeaturesOptions(StreamOptions):
     """Options of `inlinevit features`."""
-
-    always_apply: ClassVar[tuple[str, ...]] = (
-        "level",
-        "mpp",
-        "region",
-        "output",
-        "stage",
-        "block",
-        "checkpoint",
-        "data",
-    )
 
     output: str
     """File for the features, (height, width, channels): .npy, with the coordinates in a .json file beside it, or .zarr,
