@@ -78,7 +78,8 @@ class MemoryTokenMap(TokenMap):
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = -(-top * self.row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = bottom * self.row_bytes - first
+        # Rounded down, since a page that begins in these rows and ends after them would be given back, too.
+        length = bottom * self.row_bytes // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0:
             self.memory.madvise(mmap.MADV_DONTNEED, first, length)
 
