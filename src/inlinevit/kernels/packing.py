@@ -72,7 +72,7 @@ def unpack_weight(layer: PackedLinear, inputs: int) -> Tensor:
 
 
 def select_outputs(layer: PackedLinear, begin: int, end: int) -> PackedLinear:
-    """Return a packed layer with the outputs begin … end - 1 of another one: the same numbers, also if they are int8."""
+    """Return a packed layer with the outputs begin … end - 1 of another one, with the same float32 or int8 numbers."""
     missing = -(end - begin) % PANEL
     rows = layer.weight.transpose(1, 2).flatten(0, 1)[begin:end]
     rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))

@@ -248,8 +248,8 @@ class StreamedBlock:
         if x.shape != (tokens, self.channels) or x.dtype != torch.float32 or x.device.type != "cpu":
             expected = "tokens" if tokens is None else tokens
             raise ValueError(
-                f"expected {name} to be float32 of shape ({expected}, {self.channels}) on the CPU, but got {x.dtype} of "
-                f"shape {tuple(x.shape)} on {x.device}"
+                f"expected {name} to be float32 of shape ({expected}, {self.channels}) on the CPU, but got {x.dtype} "
+                f"of shape {tuple(x.shape)} on {x.device}"
             )
 
 
