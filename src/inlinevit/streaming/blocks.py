@@ -5,25 +5,28 @@ attention needs a summary of the whole map, all rows are added to it before, as 
 """
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import BaseAttention, SoftmaxAttention
+from .. import kernels
+from ..layers import BaseAttention, SoftmaxAttention, SquareWindows
+from ..layers._inference_block import InferenceBlock, pack_block
 from ..layers.block import Block, DWConvMlp
 from ..layers.inline_attention import InLineAttention
 from ..ops.key_value_state import KeyValueState
 from ..ops.local import add_convolution, convolve_values
-from ..ops.windows import Windows, count_windows, covers_map, merge_heads, window_mask, window_partition, window_reverse
-from .states import STATES, AttentionState, make_state, merge_states, to_float32
+from ..ops.windows import Windows, covers_map, merge_heads, window_mask, window_partition, window_reverse
+from .states import STATES, AttentionState, make_state, merge_states
 
 # Elements of the widest tensor that is computed at once, where tokens do not depend on each other.
 CHUNK = 2**20
 # Pairs of a query and a key beyond which softmax attention would take hours.
 MOST_PAIRS = 2**36
+# Copies of a chunk that exist at once: its tokens, their norm, values, convolution, attention, and the new tokens.
+COPIES = 9
 # Parts of the projection to queries, keys and values.
 Q, K, V = range(3)
 
@@ -69,6 +72,8 @@ class Pass(ABC):
     needs_summary = False
     # Rows that are added to the summary at once, but for the last, are a multiple of these.
     summary_height = 1
+    # Numbers per token of a chunk that exist at once.
+    token_floats = 0
 
     def start_summary(self) -> Any:
         """Return an empty summary."""
@@ -194,27 +199,27 @@ class HeadGroup:
             tokens = window_partition(self.kernel_tokens(kernel_tokens).flatten(0, 1).unsqueeze(0), windows)
         state.add(self.split_heads(k), self.split_heads(v), partition_mask(mask, windows), tokens)
 
-    def attend_tall(self, chunk: Chunk, normed: Tensor, state: AttentionState, kernels: Tensor | None) -> Tensor:
+    def attend_tall(self, chunk: Chunk, normed: Tensor, state: AttentionState, taps: Tensor | None) -> Tensor:
         """Return the rows of a chunk before the output projection, (rows, width, channels of the group).
 
         Args:
             chunk: The rows.
             normed: Norm of the extended rows.
             state: Of all tokens.
-            kernels: Those of local_kernels.
+            taps: Kernels of the local residual.
         """
         (q,) = self.project(chunk.own_rows(normed), Q)
         windows = self.tall_windows(chunk.tokens)
         q = self.split_heads(window_partition(q.flatten(0, 1).unsqueeze(0), windows))
         out = merge_heads(state.attend(q))
-        if kernels is not None or self.static is not None:
+        if taps is not None or self.static is not None:
             (v,) = self.project(normed, V)
             if chunk.mask is not None:
                 v = v.masked_fill(~chunk.mask.unsqueeze(2), 0.0)
             extended = self.tall_windows(normed)
             maps = window_partition(v.flatten(0, 1).unsqueeze(0), extended)
             maps = maps.unflatten(1, (extended.window_height, extended.window_width))
-            convolved = convolve_values(maps, kernels, self.static)[:, len(chunk.above) :][:, : len(chunk.tokens)]
+            convolved = convolve_values(maps, taps, self.static)[:, len(chunk.above) :][:, : len(chunk.tokens)]
             out = out.add_(convolved.flatten(1, 2))
         return window_reverse(out, windows).view(*chunk.tokens.shape[:2], self.channels)
 
@@ -283,13 +288,13 @@ class HeadGroup:
             v = v.masked_fill(~real[:, None, :, None], 0.0)
         if isinstance(self.attn, SoftmaxAttention):
             ids = None if regions is None else partition(regions).squeeze(2)
-            out, kernels = softmax_windows(self.attn, q, k, v, window, real, ids), None
+            out, taps = softmax_windows(self.attn, q, k, v, window, real, ids), None
         else:
             state = make_state(self.attn, self.windows, height * window_width)
             tokens = None if self.local_residual is None else partition(self.kernel_tokens(kernel_tokens))
             state.add(k, v, real, tokens)
-            out, kernels = state.attend(q), self.local_kernels(state)
-        added = add_convolution(merge_heads(out), v, kernels, self.static, window)
+            out, taps = state.attend(q), self.local_kernels(state)
+        added = add_convolution(merge_heads(out), v, taps, self.static, window)
         return window_reverse(added, windows).view(rows, width, self.channels)
 
 
@@ -310,6 +315,7 @@ class AttentionPass(Pass):
         self.shift = max((windows.shift_up for windows in low), default=0)
         self.halo = max(group.halo for group in self.groups)
         self.needs_summary = any(group.is_tall for group in self.groups)
+        self.token_floats = COPIES * self.attn.dim
         self.summary_height = max(
             cast(Any, self.attn).reduce.stride if group.is_reduced else 1 for group in self.groups
         )
@@ -338,9 +344,9 @@ class AttentionPass(Pass):
         """See Pass.apply."""
         extended = chunk.extended()
         normed, outputs = self.block.norm1(extended), []
-        for group, (state, kernels) in zip(self.groups, finished, strict=True):
+        for group, (state, taps) in zip(self.groups, finished, strict=True):
             if state is not None:
-                outputs.append(group.attend_tall(chunk, normed, state, kernels))
+                outputs.append(group.attend_tall(chunk, normed, state, taps))
             else:
                 own = normed if len(extended) == len(chunk.tokens) else chunk.own_rows(normed)
                 outputs.append(group.attend_low(own_chunk(chunk), own, self.own_kernel_tokens(chunk, own)))
@@ -407,11 +413,11 @@ class FoldedPass(AttentionPass):
         if attn.qkv.bias is not None:
             bias_q, _, bias_v = attn.qkv.bias.double().view(3, heads, 1, head_dim).unbind(0)
             constant = constant + bias_v.flatten() + (bias_q @ covariance).flatten()
-        kernels = None
+        taps = None
         if group.local_residual is not None:
             mean = state.k_mean.flatten(1) if state.token_mean is None else state.token_mean
-            kernels = group.local_residual(mean.float(), group.windows)
-        return Folded(fold.float(), constant.float(), kernels)
+            taps = group.local_residual(mean.float(), group.windows)
+        return Folded(fold.float(), constant.float(), taps)
 
     def apply(self, chunk: Chunk, finished: Any) -> Tensor:
         """See Pass.apply."""
@@ -419,11 +425,11 @@ class FoldedPass(AttentionPass):
         normed = self.block.norm1(chunk.extended())
         own = chunk.own_rows(normed)
         out = torch.addmm(finished.constant, own.flatten(0, 1), finished.fold).view_as(own)
-        if finished.kernels is not None or group.static is not None:
+        if finished.taps is not None or group.static is not None:
             (v,) = group.project(normed, V)
             if chunk.mask is not None:
                 v = v.masked_fill(~chunk.mask.unsqueeze(2), 0.0)
-            out += chunk.own_rows(convolve_values(v.unsqueeze(0), finished.kernels, group.static).squeeze(0))
+            out += chunk.own_rows(convolve_values(v.unsqueeze(0), finished.taps, group.static).squeeze(0))
         return self.add_branches(chunk.tokens, out)
 
     def apply_prefix(self, prefix: Tensor, finished: Any) -> Tensor:
@@ -438,12 +444,84 @@ class Folded(NamedTuple):
     Attributes:
         fold: (channels, channels).
         constant: (channels,).
-        kernels: Those of the local residual, (1, channels, 9), if there is one.
+        taps: Kernels of the local residual, (1, channels, 9), if there is one.
     """
 
     fold: Tensor
     constant: Tensor
-    kernels: Tensor | None
+    taps: Tensor | None
+
+
+class NativePass(AttentionPass):
+    """A pass of InLine attention over the whole map, φ = identity, by the native kernels. Chunks are overwritten.
+
+    Args:
+        block: See AttentionPass.
+        feat_size: See AttentionPass.
+        num_prefix_tokens: See AttentionPass.
+        packed: The weights of the block.
+    """
+
+    def __init__(
+        self, block: Block, feat_size: tuple[int, int], num_prefix_tokens: int, packed: kernels.PackedBlock
+    ) -> None:
+        super().__init__(block, feat_size, num_prefix_tokens)
+        self.native = kernels.StreamedBlock(packed)
+        self.token_floats = 2 * self.attn.dim
+
+    def start_summary(self) -> dict[str, kernels.TokenMoments]:
+        """See Pass.start_summary."""
+        return {}
+
+    def add(self, summary: Any, rows: Tensor, mask: Tensor | None, is_prefix: bool = False) -> None:
+        """See Pass.add."""
+        added = self.native.summarize(rows.flatten(0, 1), None if mask is None else mask.flatten())
+        summary["moments"] = summary["moments"].merge(added) if summary else added
+
+    def finish(self, summary: Any) -> kernels.TokenMoments:
+        """See Pass.finish."""
+        return summary["moments"]
+
+    def apply(self, chunk: Chunk, finished: Any) -> Tensor:
+        """See Pass.apply."""
+        tokens = chunk.tokens.flatten(0, 1)
+        above, below = (rows[0] if len(rows) > 0 else None for rows in (chunk.above, chunk.below))
+        masks: dict[str, Tensor | None] = {}
+        if chunk.mask is not None:
+            masks["mask"] = chunk.own_rows(chunk.mask).flatten()
+            masks["mask_above"] = None if above is None else chunk.mask[0]
+            masks["mask_below"] = None if below is None else chunk.mask[-1]
+        self.native.apply(tokens, finished, chunk.tokens.shape[1], above, below, tokens, **masks)
+        return chunk.tokens
+
+    def apply_prefix(self, prefix: Tensor, finished: Any) -> Tensor:
+        """See Pass.apply_prefix."""
+        return self.native.apply_prefix(prefix, finished)
+
+
+class NativeWindowPass(AttentionPass):
+    """A pass of attention within square windows, by the native kernels where a chunk has whole windows only.
+
+    Args:
+        block: See AttentionPass.
+        feat_size: See AttentionPass.
+        num_prefix_tokens: See AttentionPass.
+        packed: The weights of the block.
+    """
+
+    def __init__(
+        self, block: Block, feat_size: tuple[int, int], num_prefix_tokens: int, packed: kernels.PackedBlock
+    ) -> None:
+        super().__init__(block, feat_size, num_prefix_tokens)
+        self.packed = packed
+
+    def apply(self, chunk: Chunk, finished: Any) -> Tensor:
+        """See Pass.apply."""
+        (group,), tokens = self.groups, chunk.tokens
+        if chunk.mask is not None or chunk.wrapped > 0 or len(tokens) < group.windows.window_height:
+            return super().apply(chunk, finished)
+        windows = group.windows._replace(map_height=len(tokens), shift_up=0)
+        return self.packed(tokens.flatten(0, 1).unsqueeze(0), [windows]).view_as(tokens)
 
 
 class ConvMlpPass(Pass):
@@ -457,6 +535,7 @@ class ConvMlpPass(Pass):
 
     def __init__(self, block: Block) -> None:
         self.block, self.mlp = block, cast(DWConvMlp, block.mlp)
+        self.token_floats = 4 * self.mlp.fc1.in_features + 5 * self.mlp.fc1.out_features
 
     def apply(self, chunk: Chunk, finished: Any) -> Tensor:
         """See Pass.apply."""
@@ -489,13 +568,15 @@ def attention_pass(block: Block, feat_size: tuple[int, int], num_prefix_tokens: 
     """Return the fastest pass for the attention of a block, and its MLP if that has no convolution."""
     attn = cast(BaseAttention, block.attn)
     groups = attn.layout(feat_size)
-    is_folded = (
-        isinstance(attn, InLineAttention)
-        and attn.feature_map.name == "identity"
-        and type(attn.qkv) is nn.Linear
-        and len(groups) == 1
-        and covers_map(groups[0])
-    )
+    is_whole = len(groups) == 1 and covers_map(groups[0])
+    is_inline = isinstance(attn, InLineAttention) and attn.feature_map.name == "identity"
+    is_square = isinstance(attn.layout, SquareWindows) and not is_whole
+    if (is_whole and is_inline) or is_square:
+        packed = pack_block(block, int8=isinstance(block, InferenceBlock) and block.int8)
+        if packed is not None:
+            native = NativePass if is_whole else NativeWindowPass
+            return native(block, feat_size, num_prefix_tokens, packed)
+    is_folded = is_whole and is_inline and type(attn.qkv) is nn.Linear
     return (FoldedPass if is_folded else AttentionPass)(block, feat_size, num_prefix_tokens)
 
 

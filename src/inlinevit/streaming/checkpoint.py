@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ def fingerprint_of(model: nn.Module, *parts: object) -> str:
         for value in part if isinstance(part, tuple) else (part,):
             if isinstance(value, Tensor):
                 digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-                digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+                digest.update(cast(Any, value.detach().contiguous().view(-1).view(torch.uint8).numpy()))
             else:
                 digest.update(f"{value!r};".encode())
     return digest.hexdigest()

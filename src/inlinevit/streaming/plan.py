@@ -4,6 +4,7 @@ import math
 import mmap
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..utils.memory import FLOAT_BYTES, GIGABYTE
@@ -12,8 +13,6 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Elements of a chunk beyond which larger ones are not faster.
 CHUNK_ELEMENTS = 2**22
-# Copies of a chunk that exist at once: its tokens, their norm, values, convolution, attention, and the new tokens.
-COPIES = 9
 # Bytes for what is computed a few tokens at a time: hidden layers of MLPs, windows.
 WORKSPACE = 48 * 10**6
 # Bytes beyond the budget: what libraries keep for themselves, and memory that is freed but not given back.
@@ -29,7 +28,7 @@ class StageSize(NamedTuple):
         channels: Channels of a token.
         row_multiple: Chunks have a multiple of this many rows.
         halo: Rows above and below a chunk that are needed as well.
-        extra: Further numbers per token of a chunk: the pixels of a patch, the hidden layer of a convolution.
+        token_floats: Numbers per token of a chunk that exist at once.
         state_bytes: Largest summaries that exist at once.
     """
 
@@ -38,7 +37,7 @@ class StageSize(NamedTuple):
     channels: int
     row_multiple: int
     halo: int
-    extra: int
+    token_floats: int
     state_bytes: int
 
     @property
@@ -49,7 +48,7 @@ class StageSize(NamedTuple):
     def chunk_bytes(self, rows: int) -> int:
         """Return the memory that computing with a chunk of so many rows takes."""
         rows = min(rows, self.height) + 2 * self.halo
-        return FLOAT_BYTES * rows * self.width * (COPIES * self.channels + self.extra) + self.state_bytes
+        return FLOAT_BYTES * rows * self.width * self.token_floats + self.state_bytes
 
     def round_rows(self, rows: int) -> int:
         """Return the nearest number of rows that a chunk can have, at most `rows` where that is possible."""
@@ -98,15 +97,13 @@ def make_plan(
     """
     fixed += WORKSPACE
     map_bytes = max(stage.map_bytes for stage in stages)
-    pairs = max(
-        (first.map_bytes + second.map_bytes for first, second in zip(stages, stages[1:], strict=False)), default=0
-    )
+    pairs = max((first.map_bytes + second.map_bytes for first, second in pairwise(stages)), default=0)
     if not hasattr(mmap, "MADV_DONTNEED"):
         map_bytes = max(map_bytes, pairs)
     least = max(stage.chunk_bytes(stage.round_rows(chunk_rows or 1)) for stage in stages)
     needed_in_memory, needed_spilled = fixed + map_bytes + least, fixed + least
     in_memory = not must_spill and needed_in_memory <= budget
-    if not in_memory and needed_spilled > budget or (not in_memory and not can_spill):
+    if (not in_memory and needed_spilled > budget) or (not in_memory and not can_spill):
         smallest = needed_spilled if can_spill else needed_in_memory
         remedy = "" if can_spill else f", or {describe_bytes(needed_spilled)} and a folder to spill to"
         raise ValueError(
@@ -124,7 +121,7 @@ def make_plan(
 
 def most_rows(stage: StageSize, available: int) -> int:
     """Return the rows of a chunk that fits into so many bytes, and is not larger than useful."""
-    row_bytes = FLOAT_BYTES * stage.width * (COPIES * stage.channels + stage.extra)
+    row_bytes = FLOAT_BYTES * stage.width * stage.token_floats
     affordable = (available - stage.state_bytes) // row_bytes - 2 * stage.halo
     useful = max(8, -(-CHUNK_ELEMENTS // (stage.width * stage.channels)))
     return stage.round_rows(min(affordable, useful))

@@ -123,16 +123,15 @@ class StreamedStage:
 
     def size_for_plan(self) -> StageSize:
         """Return what the memory of the stage depends on."""
-        hidden = max((one.block.hidden_dim for one in self.passes if isinstance(one, ConvMlpPass)), default=0)
-        # The input of a patch, which is read, padded and rearranged.
-        patch = 4 * self.geometry.stride**2 * input_channels(self.geometry.module)
+        # The input of a patch, which is read, padded and rearranged; the new tokens with their norm and positions.
+        embedding = 4 * self.geometry.stride**2 * input_channels(self.geometry.module) + 4 * self.channels
         states = [state_bytes(one) for one in self.passes]
         return StageSize(
             *self.feat_size,
             self.channels,
             self.row_multiple,
             max(one.halo for one in self.passes),
-            max(3 * hidden, patch - 5 * self.channels, 0),
+            max(embedding, *(one.token_floats for one in self.passes)),
             # Those of a pass and of the next one.
             max(first + second for first, second in zip(states, [*states[1:], 0], strict=True)),
         )
@@ -333,9 +332,10 @@ class Streamer:
             rows = tokens.read(top, end)
             rows, below = rows[: bottom - top], rows[bottom - top :]
             mask = None if stage.mask is None else stage.mask[top - len(above) : end]
+            # A copy of what is above the next chunk, because these rows are overwritten.
+            last = torch.cat([above, rows[-step.halo :]])[-step.halo :] if step.halo > 0 else above
             new = self.apply(step, Chunk(rows, above, below, mask), finished)
-            # As they are before the pass: the map is overwritten.
-            above = torch.cat([above, rows[-step.halo :]])[-step.halo :] if step.halo > 0 else above
+            above = last
             target.write(top, new)
             yield new, None if stage.mask is None else stage.mask[top:bottom]
 
@@ -544,7 +544,7 @@ def hide_background(rows: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def map_reader(tokens: TokenMap) -> Callable[[int, int], Tensor]:
-    """Return a function that gives rows of a map as (channels, rows, width), and gives back the memory of those before."""
+    """Return a function that gives rows of a map, (channels, rows, width), and frees the memory of rows before them."""
 
     def read(top: int, bottom: int) -> Tensor:
         tokens.release(0, top)

@@ -5,6 +5,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class TokenMap(ABC):
     def write(self, top: int, rows: Tensor) -> None:
         """Replace the rows from `top` on by others, (rows, width, channels)."""
 
+    @abstractmethod
     def release(self, top: int, bottom: int) -> None:
         """Give back the memory of rows that are not read again."""
 
@@ -71,7 +73,10 @@ class MemoryTokenMap(TokenMap):
 
     def write(self, top: int, rows: Tensor) -> None:
         """See TokenMap.write."""
-        self.tokens[top : top + len(rows)] = rows
+        target = self.tokens[top : top + len(rows)]
+        # Rows of the map itself may have been changed in place.
+        if rows.data_ptr() != target.data_ptr():
+            target.copy_(rows)
 
     def release(self, top: int, bottom: int) -> None:
         """See TokenMap.release: whole pages of these rows are given back."""
@@ -120,7 +125,7 @@ class FileTokenMap(TokenMap):
     def read(self, top: int, bottom: int) -> Tensor:
         """See TokenMap.read; these rows are a copy."""
         rows = torch.empty(bottom - top, self.width, self.channels)
-        buffer, done = memoryview(rows.numpy()).cast("B"), 0
+        buffer, done = memoryview(cast(Any, rows.numpy())).cast("B"), 0
         while done < len(buffer):
             count = os.preadv(self.file.fileno(), [buffer[done:]], top * self.row_bytes + done)
             assert count > 0, "the file is shorter than the map"
@@ -129,12 +134,15 @@ class FileTokenMap(TokenMap):
 
     def write(self, top: int, rows: Tensor) -> None:
         """See TokenMap.write."""
-        buffer, done = memoryview(rows.contiguous().numpy()).cast("B"), 0
+        buffer, done = memoryview(cast(Any, rows.contiguous().numpy())).cast("B"), 0
         while done < len(buffer):
             try:
                 done += os.pwrite(self.file.fileno(), buffer[done:], top * self.row_bytes + done)
             except OSError as error:
                 raise self.explain(error) from error
+
+    def release(self, top: int, bottom: int) -> None:
+        """See TokenMap.release: rows in a file take no memory."""
 
     def flush(self) -> None:
         """Write all rows to the disk."""
