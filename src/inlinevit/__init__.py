@@ -24,6 +24,7 @@ __all__ = [
     "optimize_for_inference",
     "register_attention",
     "replace_attention",
+    "stream",
     "testing",
 ]
 
@@ -34,6 +35,7 @@ __getattr__, _, _ = lazy_loader.attach(
         "layers": ["InLineAttention", "list_attentions", "register_attention"],
         "models": ["PretrainedWeightsError", "load_checkpoint", "replace_attention"],
         "models.inference": ["optimize_for_inference"],
+        "streaming.stream": ["stream"],
         "tasks.loading": ["load"],
     },
 )

@@ -10,12 +10,15 @@ from .attention import DTYPES, inline_attention
 from .block import PackedBlock, pack_block
 from .linear import linear
 from .packing import PackedLinear, pack_linear
+from .stream import StreamedBlock, TokenMoments
 
 __all__ = [
     "DTYPES",
     "PackedBlock",
     "PackedLinear",
     "Status",
+    "StreamedBlock",
+    "TokenMoments",
     "available",
     "inline_attention",
     "is_eager",

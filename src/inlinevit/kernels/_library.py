@@ -18,7 +18,7 @@ VARIANT_VARIABLE = "INLINEVIT_KERNELS"
 LIBRARY_VARIABLE = "INLINEVIT_KERNELS_LIBRARY"
 
 # Of native/api.h.
-API_VERSION = 4
+API_VERSION = 5
 
 
 class CWindows(Structure):
@@ -75,6 +75,18 @@ class CBlock(Structure):
     ]
 
 
+class CRows(Structure):
+    """InlinevitRows."""
+
+    _fields_ = [
+        ("height", c_int64),
+        ("width", c_int64),
+        ("attention", CLinear),
+        ("values", CLinear),
+        *((name, c_void_p) for name in ("taps", "above", "below", "mask", "mask_above", "mask_below")),
+    ]
+
+
 ARGUMENTS = {
     "attention_f32": [POINTER(CAttention), *[c_void_p] * 5],
     "attention_f64": [POINTER(CAttention), *[c_void_p] * 5],
@@ -82,6 +94,8 @@ ARGUMENTS = {
     "attention_backward_f64": [POINTER(CAttention), *[c_void_p] * 7],
     "block": [POINTER(CBlock), c_void_p, c_void_p],
     "linear": [POINTER(CLinear), c_int64, c_int64, c_int64, c_void_p, c_void_p],
+    "summarize": [POINTER(CBlock), c_int64, *[c_void_p] * 6],
+    "apply": [POINTER(CBlock), POINTER(CRows), c_void_p, c_void_p],
 }
 
 

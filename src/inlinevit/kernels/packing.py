@@ -64,6 +64,26 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, int8: bool) -> PackedLin
     return PackedLinear(groups.contiguous().to(torch.int8), padded_bias, scales, sums.to(torch.int32))
 
 
+def unpack_weight(layer: PackedLinear, inputs: int) -> Tensor:
+    """Return the float32 weights of a packed layer, (padded outputs, inputs); of int8 weights, what they stand for."""
+    # (panels, 16, inputs), or (panels, 16, inputs / 4, 4)
+    weight = layer.weight.transpose(1, 2).flatten(0, 1).flatten(1)[:, :inputs].float()
+    return weight * layer.scales[:, None] if layer.weight.dtype == torch.int8 else weight
+
+
+def select_outputs(layer: PackedLinear, begin: int, end: int) -> PackedLinear:
+    """Return a packed layer with the outputs begin … end - 1 of another one, with the same float32 or int8 numbers."""
+    missing = -(end - begin) % PANEL
+    rows = layer.weight.transpose(1, 2).flatten(0, 1)[begin:end]
+    rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
+    weight = rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    bias = F.pad(layer.bias[begin:end], (0, missing))
+    if layer.weight.dtype != torch.int8:
+        return PackedLinear(weight, bias, layer.scales, layer.sums)
+    scales, sums = F.pad(layer.scales[begin:end], (0, missing)), F.pad(layer.sums[:, begin:end], (0, missing))
+    return PackedLinear(weight, bias, scales, sums)
+
+
 def describe_linear(layer: PackedLinear, inputs: int, outputs: int) -> CLinear:
     """Return a packed layer for the library, which keeps no reference to its tensors.
 

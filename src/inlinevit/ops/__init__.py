@@ -6,6 +6,7 @@ from .feature_maps import FEATURE_MAPS, apply_feature_map
 from .focused import focused_attention, focused_weights
 from .hydra import hydra_attention, hydra_weights
 from .inline import inline_attention, inline_weights
+from .key_value_state import KeyValueState
 from .linear import linear_attention, linear_weights
 from .local import local_residual
 from .softmax import softmax_attention, softmax_weights
@@ -13,6 +14,7 @@ from .weights import attention_weights
 
 __all__ = [
     "FEATURE_MAPS",
+    "KeyValueState",
     "angular_attention",
     "angular_weights",
     "apply_feature_map",

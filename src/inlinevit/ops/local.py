@@ -71,18 +71,7 @@ def add_convolution(
         return out
     v = merge_heads(v)
     prefix = v.shape[1] - windows.window_height * windows.window_width
-    maps = v[:, prefix:].unflatten(1, (windows.window_height, windows.window_width))
-    if static is None:
-        assert dynamic is not None
-        added = convolve_maps(promote(maps), promote(dynamic))
-    elif dynamic is None:
-        weight, bias = static
-        padding, groups = weight.shape[2] // 2, weight.shape[0]
-        added = F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups).permute(0, 2, 3, 1)
-    else:
-        weight, bias = static
-        # The sum of two convolutions of the same map is one convolution with the sum of their kernels.
-        added = convolve_maps(promote(maps), promote(dynamic) + promote(weight.flatten(1)), promote(bias))
+    added = convolve_values(v[:, prefix:].unflatten(1, (windows.window_height, windows.window_width)), dynamic, static)
     added = added.flatten(1, 2).to(out.dtype)
     if prefix == 0:
         return out + added
@@ -90,6 +79,28 @@ def add_convolution(
         return out + F.pad(added, (0, 0, prefix, 0))
     out[:, prefix:].add_(added)
     return out
+
+
+def convolve_values(maps: Tensor, dynamic: Tensor | None, static: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return the sum of depthwise convolutions of the values, of which there must be at least one.
+
+    Args:
+        maps: Values (batch · windows, H, W, channels).
+        dynamic: See add_convolution.
+        static: See add_convolution.
+
+    Returns:
+        As maps.
+    """
+    if static is None:
+        assert dynamic is not None
+        return convolve_maps(promote(maps), promote(dynamic))
+    weight, bias = static
+    if dynamic is None:
+        padding, groups = weight.shape[2] // 2, weight.shape[0]
+        return F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups).permute(0, 2, 3, 1)
+    # The sum of two convolutions of the same map is one convolution with the sum of their kernels.
+    return convolve_maps(promote(maps), promote(dynamic) + promote(weight.flatten(1)), promote(bias))
 
 
 def choose_convolution(maps: Tensor, kernels: Tensor) -> str:

@@ -52,3 +52,37 @@ class TensorSink:
     def abort(self) -> None:
         """See MapSink.abort."""
         self.map = torch.empty(0, 0, 0)
+
+
+class HeadSink:
+    """Applies a linear layer to each token of a map, and passes the result on: a dense map of class scores.
+
+    Args:
+        weight: (classes, channels).
+        bias: (classes,), or None.
+        sink: Receives the map (height, width, classes).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sink: MapSink) -> None:
+        self.weight, self.bias, self.sink = weight, bias, sink
+
+    def begin(self, shape: tuple[int, int, int], stride: int) -> None:
+        """See MapSink.begin."""
+        if self.weight.dim() != 2 or self.weight.shape[1] != shape[2]:
+            raise ValueError(
+                f"the head has weights of shape {tuple(self.weight.shape)}, but the tokens have {shape[2]} channels: "
+                f"use a head of shape (classes, {shape[2]})"
+            )
+        self.sink.begin((*shape[:2], self.weight.shape[0]), stride)
+
+    def write_rows(self, top: int, rows: Tensor) -> None:
+        """See MapSink.write_rows."""
+        self.sink.write_rows(top, torch.nn.functional.linear(rows, self.weight, self.bias))
+
+    def close(self) -> None:
+        """See MapSink.close."""
+        self.sink.close()
+
+    def abort(self) -> None:
+        """See MapSink.abort."""
+        self.sink.abort()

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INLINEVIT_API_VERSION 4
+#define INLINEVIT_API_VERSION 5
 
 // Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
 #define INLINEVIT_PANEL 16
@@ -61,6 +61,19 @@ typedef struct {
   const float* relative_bias;
 } InlinevitBlock;
 
+// A chunk of rows of a map that does not fit into memory (stream.h).
+typedef struct {
+  int64_t height, width;
+  // Linear layers of the normed tokens: to v̄ + q·(s·C), and to the values. channels inputs and outputs.
+  InlinevitLinear attention, values;
+  // Kernels of the convolution (9, channels), or null without one.
+  const float* taps;
+  // The rows next to the chunk (width, channels), or null at the border of the map.
+  const float *above, *below;
+  // 0 for tokens whose values count as zero in the convolution; null if there are none.
+  const uint8_t *mask, *mask_above, *mask_below;
+} InlinevitRows;
+
 typedef struct {
   // Tokens (batch, prefix + H·W, 3 · channels of all heads) to (batch, prefix + H·W, channels of the head group).
   // kernels: (batch · windows, channels of the group, 9) or null; bias: (channels of the group) or null. state, for
@@ -81,6 +94,13 @@ typedef struct {
   void (*block)(const InlinevitBlock*, const float* x, float* out);
   // (rows, inputs) to (rows, outputs), float32 or int8 as it was packed; gelu: applied to the outputs.
   void (*linear)(const InlinevitLinear*, int64_t rows, int64_t threads, int64_t gelu, const float* x, float* out);
+  // Of the tokens (tokens, channels) that are not 0 in mask (tokens) or null: their number, their mean after the first
+  // norm (channels), the mean that kernels are made of (channels), and Σ (x − x̄)(x − x̄)ᵀ (channels, channels) after
+  // the norm.
+  void (*summarize)(const InlinevitBlock*, int64_t tokens, const float* x, const uint8_t* mask, double* count,
+                    double* mean, double* kernel_mean, double* covariance);
+  // Tokens (height · width, channels) to the same shape; out may be x. The block's window is the chunk, without prefix.
+  void (*apply)(const InlinevitBlock*, const InlinevitRows*, const float* x, float* out);
 } InlinevitFunctions;
 
 int inlinevit_api_version(void);
@@ -99,4 +119,7 @@ int inlinevit_attention_backward_f64(const InlinevitAttention*, const double*, c
                                      const double*, double*, double*, double*);
 int inlinevit_block(const InlinevitBlock*, const float*, float*);
 int inlinevit_linear(const InlinevitLinear*, int64_t, int64_t, int64_t, const float*, float*);
+int inlinevit_summarize(const InlinevitBlock*, int64_t, const float*, const uint8_t*, double*, double*, double*,
+                        double*);
+int inlinevit_apply(const InlinevitBlock*, const InlinevitRows*, const float*, float*);
 }

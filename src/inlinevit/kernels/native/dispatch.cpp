@@ -147,3 +147,14 @@ INLINEVIT_EXPORT int inlinevit_linear(const InlinevitLinear* layer, int64_t rows
                                       const float* x, float* out) {
   return call(functions().linear, layer, rows, threads, gelu, x, out);
 }
+
+INLINEVIT_EXPORT int inlinevit_summarize(const InlinevitBlock* block, int64_t tokens, const float* x,
+                                         const uint8_t* mask, double* count, double* mean, double* kernel_mean,
+                                         double* covariance) {
+  return call(functions().summarize, block, tokens, x, mask, count, mean, kernel_mean, covariance);
+}
+
+INLINEVIT_EXPORT int inlinevit_apply(const InlinevitBlock* block, const InlinevitRows* rows, const float* x,
+                                     float* out) {
+  return call(functions().apply, block, rows, x, out);
+}

@@ -2,6 +2,7 @@
 // INLINEVIT_VECTOR_BYTES.
 #include "attention.h"
 #include "block.h"
+#include "stream.h"
 
 namespace inlinevit {
 namespace INLINEVIT_VARIANT {
@@ -9,6 +10,7 @@ namespace INLINEVIT_VARIANT {
 extern const InlinevitFunctions functions = {
     attention_forward<float>,  attention_forward<double>, attention_backward<float>,
     attention_backward<double>, block_forward,            linear_forward,
+    summarize_tokens,          apply_rows,
 };
 
 }  // namespace INLINEVIT_VARIANT
