@@ -108,11 +108,8 @@ def features_command(model: str, image: str, options: FeaturesOptions) -> int:
         else:
             write_plain(network, source, name, sink)
     height, width, channels = sink.shape
-    print(
-        printable(
-            f"{output}: {height} × {width} tokens of {channels} channels, one for {sink.stride} × {sink.stride} pixels"
-        )
-    )
+    side = sink.stride
+    print(printable(f"{output}: {width} × {height} tokens of {channels} channels, one for {side} × {side} pixels"))
     return 0
 
 
