@@ -155,10 +155,9 @@ class HeadGroup:
         if type(qkv) is not nn.Linear:
             projected = qkv(x).unflatten(-1, shape)
             return [projected[..., part, group, :] for part in parts]
-        weight, bias = qkv.weight.view(*shape, -1), qkv.bias
-        weight = torch.cat([weight[part, group] for part in parts])
-        if bias is not None:
-            bias = torch.cat([bias.view(shape)[part, group] for part in parts])
+        weights, biases = qkv.weight.view(*shape, -1), None if qkv.bias is None else qkv.bias.view(shape)
+        weight = torch.cat([weights[part, group] for part in parts])
+        bias = None if biases is None else torch.cat([biases[part, group] for part in parts])
         return list(F.linear(x, weight, bias).split(self.channels, dim=-1))
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ class HeadGroup:
     def tall_windows(self, rows: Tensor, is_prefix: bool = False) -> Windows:
         """Return the windows of some rows (rows, width, …) of the map, or of prefix tokens as one row."""
         width = rows.shape[1] if is_prefix else self.windows.window_width
-        return Windows(*rows.shape[:2], rows.shape[0], width)
+        return Windows(rows.shape[0], rows.shape[1], rows.shape[0], width)
 
     def start(self) -> AttentionState:
         """Return an empty state."""
@@ -320,27 +319,25 @@ class AttentionPass(Pass):
             cast(Any, self.attn).reduce.stride if group.is_reduced else 1 for group in self.groups
         )
 
-    def start_summary(self) -> list[AttentionState | None]:
+    def start_summary(self) -> Any:
         """See Pass.start_summary: a state for each head group whose windows are as high as the map."""
         return [group.start() if group.is_tall else None for group in self.groups]
 
-    def add(
-        self, summary: list[AttentionState | None], rows: Tensor, mask: Tensor | None, is_prefix: bool = False
-    ) -> None:
+    def add(self, summary: Any, rows: Tensor, mask: Tensor | None, is_prefix: bool = False) -> None:
         """See Pass.add."""
         normed = self.block.norm1(rows)
         for group, state in zip(self.groups, summary, strict=True):
             if state is not None:
                 group.add(state, normed, rows if self.block.kernels_before_norm else normed, mask, is_prefix)
 
-    def finish(self, summary: list[AttentionState | None]) -> list[tuple[AttentionState | None, Tensor | None]]:
+    def finish(self, summary: Any) -> Any:
         """See Pass.finish: the states, and the kernels of the local residual."""
         return [
             (state, None if state is None else group.local_kernels(state))
             for group, state in zip(self.groups, summary, strict=True)
         ]
 
-    def apply(self, chunk: Chunk, finished: list[tuple[AttentionState | None, Tensor | None]]) -> Tensor:
+    def apply(self, chunk: Chunk, finished: Any) -> Tensor:
         """See Pass.apply."""
         extended = chunk.extended()
         normed, outputs = self.block.norm1(extended), []
@@ -357,7 +354,7 @@ class AttentionPass(Pass):
         """Return the tokens whose mean makes the kernels of the local residual."""
         return chunk.tokens if self.block.kernels_before_norm else normed
 
-    def apply_prefix(self, prefix: Tensor, finished: list[tuple[AttentionState | None, Tensor | None]]) -> Tensor:
+    def apply_prefix(self, prefix: Tensor, finished: Any) -> Tensor:
         """See Pass.apply_prefix: they have no convolution."""
         (group,), ((state, _),) = self.groups, finished
         assert state is not None
@@ -388,7 +385,7 @@ class FoldedPass(AttentionPass):
     The summary is the covariance of the normed tokens.
     """
 
-    def start_summary(self) -> dict[str, KeyValueState]:
+    def start_summary(self) -> Any:
         """See Pass.start_summary."""
         return {}
 
@@ -400,7 +397,7 @@ class FoldedPass(AttentionPass):
         added = KeyValueState.from_tokens(normed[None, None], normed[None, None], tokens, mask)
         summary["state"] = merge_states(summary.get("state"), added)
 
-    def finish(self, summary: Any) -> "Folded":
+    def finish(self, summary: Any) -> Any:
         """See Pass.finish."""
         (group,), attn = self.groups, self.attn
         state: KeyValueState = summary["state"]
@@ -469,7 +466,7 @@ class NativePass(AttentionPass):
         self.native = kernels.StreamedBlock(packed)
         self.token_floats = 2 * self.attn.dim
 
-    def start_summary(self) -> dict[str, kernels.TokenMoments]:
+    def start_summary(self) -> Any:
         """See Pass.start_summary."""
         return {}
 
@@ -478,7 +475,7 @@ class NativePass(AttentionPass):
         added = self.native.summarize(rows.flatten(0, 1), None if mask is None else mask.flatten())
         summary["moments"] = summary["moments"].merge(added) if summary else added
 
-    def finish(self, summary: Any) -> kernels.TokenMoments:
+    def finish(self, summary: Any) -> Any:
         """See Pass.finish."""
         return summary["moments"]
 

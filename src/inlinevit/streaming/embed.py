@@ -23,7 +23,7 @@ class EmbedGeometry:
 
     def __init__(self, module: nn.Module, size: tuple[int, int]) -> None:
         if type(module) is ConvEmbed:
-            conv = cast(nn.Conv2d, module.proj)
+            conv = module.proj
             self.kernel, self.stride = conv.kernel_size[0], module.stride
             self.padding = cast(int, conv.padding[0])
         elif type(module) is PatchMerging:

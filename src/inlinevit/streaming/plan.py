@@ -16,7 +16,7 @@ CHUNK_ELEMENTS = 2**22
 # Bytes for what is computed a few tokens at a time: hidden layers of MLPs, windows.
 WORKSPACE = 48 * 10**6
 # Bytes beyond the budget: what libraries keep for themselves, and memory that is freed but not given back.
-OVERHEAD = 100 * 10**6
+OVERHEAD = 64 * 10**6
 
 
 class StageSize(NamedTuple):

@@ -5,7 +5,8 @@ attention has to keep its keys and values.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,8 @@ from ..ops.linear import EPSILON
 from ..ops.windows import Windows
 
 
-class Summary(NamedTuple):
+@dataclass(frozen=True)
+class Summary:
     """Sums over tokens, in float64.
 
     Attributes:
@@ -229,13 +231,19 @@ def make_state(attn: BaseAttention, windows: Windows, tokens: int) -> AttentionS
 
 def merge_states(state: KeyValueState | None, added: KeyValueState) -> KeyValueState:
     """Merge two states in float64."""
-    added = KeyValueState(*(part if part is None or not part.is_floating_point() else part.double() for part in added))
+    added = convert_state(added, torch.float64)
     return added if state is None else state.merge(added)
 
 
 def to_float32(state: KeyValueState) -> KeyValueState:
     """Return a state in float32."""
-    return KeyValueState(*(part if part is None or not part.is_floating_point() else part.float() for part in state))
+    return convert_state(state, torch.float32)
+
+
+def convert_state(state: KeyValueState, dtype: torch.dtype) -> KeyValueState:
+    """Return a state in another dtype."""
+    means = (state.k_mean.to(dtype), state.v_mean.to(dtype), state.covariance.to(dtype))
+    return KeyValueState(state.count, *means, None if state.token_mean is None else state.token_mean.to(dtype))
 
 
 def merge_sums(first: Summary, second: Summary) -> Summary:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..layers import ResamplePosEmbed, SoftmaxAttention
+from ..layers import SoftmaxAttention
 from ..layers._chunks import has_hooks
 from ..layers._inference_block import InferenceBlock
 from ..layers.block import Block
@@ -141,7 +141,7 @@ class StreamedStage:
         resample, pos_embed = self.stage.resample_pos_embed, self.stage.pos_embed
         if resample is None or pos_embed is None:
             return None
-        return PositionRows(cast(ResamplePosEmbed, resample), pos_embed.detach(), self.feat_size)
+        return PositionRows(resample, pos_embed.detach(), self.feat_size)
 
     def first_prefix(self, positions: PositionRows | None) -> Tensor:
         """Return the prefix tokens before the first block, (prefix, channels)."""
@@ -176,8 +176,8 @@ class Streamer:
             if any(is_reduced(one) for stage in self.stages for one in stage.passes):
                 raise ValueError("a mask cannot be used with reduced keys and values (sr_ratio): leave out the mask")
             masks = stage_masks(mask, self.image_size, [stage.feat_size for stage in self.stages])
-            for stage, one in zip(self.stages, masks, strict=True):
-                stage.mask = one
+            for streamed, one in zip(self.stages, masks, strict=True):
+                streamed.mask = one
         self.sinks = dict(features)
         names = [name for stage in self.stages for name in (*stage.block_names.values(), stage.name)] + ["norm"]
         for name in self.sinks:

@@ -125,6 +125,8 @@ class FileTokenMap(TokenMap):
     def read(self, top: int, bottom: int) -> Tensor:
         """See TokenMap.read; these rows are a copy."""
         rows = torch.empty(bottom - top, self.width, self.channels)
+        if rows.numel() == 0:
+            return rows
         buffer, done = memoryview(cast(Any, rows.numpy())).cast("B"), 0
         while done < len(buffer):
             count = os.preadv(self.file.fileno(), [buffer[done:]], top * self.row_bytes + done)

@@ -1,0 +1,202 @@
+"""Streamed results are those of the plain forward pass."""
+
+import pytest
+import torch
+from torch import nn
+
+import inlinevit
+from inlinevit.streaming import HeadSink, TensorSink, blocks
+from tests.streaming.models import FAMILIES, MODELS, make_image, make_model
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out - expected).norm() / expected.norm())
+
+
+@pytest.fixture(params=["native", "torch"])
+def form(request, monkeypatch):
+    """Blocks by the native kernels where they can, or by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(blocks, "pack_block", lambda block, *, int8: None)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("size", [(150, 203), (61, 300)])
+def test_stream_equals_the_plain_forward_pass(kind, size, form):
+    model, image = make_model(kind), make_image(*size)
+    with torch.no_grad():
+        expected = model(image)
+    for chunk_rows in (None, 1, 3):
+        out = inlinevit.stream(model, image, chunk_rows=chunk_rows)
+        assert out.shape == expected.shape
+        assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_wide_image_of_odd_size(kind):
+    model, image = make_model(kind), make_image(1000, 3000)
+    with torch.no_grad():
+        expected = model(image)
+    assert relative_error(inlinevit.stream(model, image), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_maps_of_stages_and_blocks(kind):
+    model, image = make_model(kind), make_image(150, 203)
+    with torch.no_grad():
+        features, expected = model.forward_intermediates(image)
+        logits = model(image)
+    names = [info["module"] for info in model.feature_info]
+    sinks = {name: TensorSink() for name in [*names, "norm"]}
+    out = inlinevit.stream(model, image, features=sinks, chunk_rows=2)
+    assert relative_error(out, logits) < 1e-5
+    for name, level, info in zip(names, expected, model.feature_info, strict=True):
+        assert sinks[name].stride == info["reduction"]
+        assert relative_error(sinks[name].map, level[0].permute(1, 2, 0)) < 1e-5
+    last = features[0, 1:] if model.num_prefix_tokens > 0 else features[0].flatten(1).t()
+    assert relative_error(sinks["norm"].map.flatten(0, 1), last) < 1e-5
+
+
+def test_a_linear_head_on_the_tokens():
+    model, image, head = make_model("swin"), make_image(100, 90), nn.Linear(96, 4)
+    with torch.no_grad():
+        expected = head(model.forward_features(image)[0].permute(1, 2, 0))
+        sink = TensorSink()
+        inlinevit.stream(model, image, features={"norm": HeadSink(head.weight, head.bias, sink)})
+    assert relative_error(sink.map, expected) < 1e-5
+    with pytest.raises(ValueError, match=r"use a head of shape \(classes, 96\)"):
+        inlinevit.stream(model, image, features={"norm": HeadSink(torch.ones(4, 95), None, TensorSink())})
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_models_that_are_optimized_for_inference(kind):
+    model, image = make_model(kind), make_image(150, 203)
+    optimized = inlinevit.optimize_for_inference(model, compile=False)
+    with torch.no_grad():
+        assert relative_error(inlinevit.stream(optimized, image, chunk_rows=2), model(image)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["deit", "swin"])
+def test_int8_is_as_exact_as_in_the_plain_forward_pass(kind):
+    from inlinevit import kernels
+
+    if not kernels.available():
+        pytest.skip("int8 needs the native kernels")
+    model, image = make_model(kind), make_image(150, 203)
+    optimized = inlinevit.optimize_for_inference(model, dtype="int8", compile=False)
+    with torch.no_grad():
+        exact, plain = model(image), optimized(image)
+        streamed = inlinevit.stream(optimized, image)
+    assert 0 < relative_error(streamed, exact) < 2 * relative_error(plain, exact) + 0.01
+
+
+def test_spilled_results_are_the_same(tmp_path):
+    model, image = make_model("pvt"), make_image(150, 203)
+    in_memory = inlinevit.stream(model, image, chunk_rows=2)
+    assert torch.equal(inlinevit.stream(model, image, spill=tmp_path, chunk_rows=2, memory="49MB"), in_memory)
+    assert list(tmp_path.iterdir()) == []
+
+
+class CountedSource:
+    """An image source that notes which rows were read."""
+
+    channels = 3
+
+    def __init__(self, image):
+        self.image, self.size, self.read = image, (image.shape[3], image.shape[2]), []
+
+    def rows(self, top, bottom):
+        self.read += range(top, bottom)
+        return self.image[0, :, top:bottom]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_rows_of_a_source_are_read_once_and_in_order(kind):
+    image = make_image(149, 70)
+    source, model = CountedSource(image), make_model(kind)
+    out = inlinevit.stream(model, source, chunk_rows=1)
+    assert source.read == list(range(149))
+    assert relative_error(out, inlinevit.stream(model, image)) < 1e-5
+
+
+def test_progress_increases_to_one():
+    reported = []
+    inlinevit.stream(make_model("pvt"), make_image(150, 203), chunk_rows=2, progress=reported.append)
+    assert reported == sorted(reported)
+    assert len(reported) > 20
+    assert 0 < reported[0] < 0.1
+    assert reported[-1] == 1.0
+    # Passes are weighted by their work: no step is a large part of it.
+    assert max(after - before for before, after in zip(reported, reported[1:], strict=False)) < 0.2
+
+
+def test_neither_the_image_nor_the_model_is_changed():
+    model, image = make_model("deit"), make_image(100, 100)
+    weights, pixels = {name: value.clone() for name, value in model.state_dict().items()}, image.clone()
+    inlinevit.stream(model, image)
+    assert torch.equal(image, pixels)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+class FailingSink(TensorSink):
+    """A sink that cannot write, and notes that it was aborted."""
+
+    aborted = False
+
+    def write_rows(self, top, rows):
+        raise OSError("no space left")
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_a_failure_aborts_all_sinks():
+    sinks = {"stages.0": FailingSink(), "norm": FailingSink()}
+    with pytest.raises(OSError, match="no space left"):
+        inlinevit.stream(make_model("swin"), make_image(64, 64), features=sinks)
+    assert all(sink.aborted for sink in sinks.values())
+
+
+def test_what_cannot_be_streamed_is_refused():
+    model, image = make_model("deit"), make_image(64, 64)
+    with pytest.raises(ValueError, match="Linear cannot be streamed: use a classification model"):
+        inlinevit.stream(nn.Linear(2, 2), image)
+    with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
+        inlinevit.stream(make_model("deit").train(), image)
+    with pytest.raises(ValueError, match="float32 on the CPU"):
+        inlinevit.stream(make_model("deit").double(), image)
+    with pytest.raises(ValueError, match="without pooling"):
+        inlinevit.stream(make_model("deit", global_pool=""), image)
+    with pytest.raises(ValueError, match="the batch has 2"):
+        inlinevit.stream(model, image.expand(2, -1, -1, -1))
+    with pytest.raises(ValueError, match="expected images of shape"):
+        inlinevit.stream(model, image[:, :1])
+    with pytest.raises(ValueError, match="an ImageSource, but got str"):
+        inlinevit.stream(model, "image.tif")
+    with pytest.raises(ValueError, match="the model has no map 'stages.1': choose from stages.0.blocks.0"):
+        inlinevit.stream(model, image, features={"stages.1": TensorSink()})
+    with pytest.raises(ValueError, match="have hooks"):
+        hooked = make_model("deit")
+        hooked.head.register_forward_hook(lambda *arguments: None)
+        inlinevit.stream(hooked, image)
+
+
+def test_softmax_over_a_huge_map_is_refused():
+    class Huge:
+        channels, size = 3, (30000, 30000)
+
+        def rows(self, top, bottom):
+            raise AssertionError("nothing should be read")
+
+    with pytest.raises(ValueError, match="takes hours: use a model with InLine attention"):
+        inlinevit.stream(make_model("softmax"), Huge(), memory="100GB")
+
+
+def test_unknown_attentions_are_refused():
+    import timm
+
+    for name, kind in (("angular_deit_tiny", "AngularAttention"), ("focused_deit_tiny", "FocusedAttention")):
+        model = timm.create_model(name, depth=1, embed_dim=24, num_heads=3).eval()
+        with pytest.raises(ValueError, match=f"{kind} cannot be streamed: use a model with attention of InLine"):
+            inlinevit.stream(model, make_image(64, 64))
