@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,10 +82,11 @@ def stream(
     mean, std = (tuple(config.get(name) or (0.5,) * channels) for name in ("mean", "std"))
     require(
         len(mean) == channels == len(std),
-        f"the model takes {channels} channels, but its mean and std are known for {len(mean)}: give a normalised tensor",
+        f"the model takes {channels} channels, but its mean has {len(mean)}: give a normalised tensor",
     )
-    name = name_of(image)
-    with open_regions(image, max_pixels) as reader:
+    pixels = cast(RegionInput, image)
+    name = name_of(pixels)
+    with open_regions(pixels, max_pixels) as reader:
         with readable(name):
             chosen, _ = choose_level(reader, level, mpp)
             box = choose_box(reader, chosen, region)

@@ -57,8 +57,7 @@ def stream_predict_command(
         None if one is None else check_output_file(one, inputs) for one in (options.output, streamed.probabilities)
     ]
     head = None if streamed.head is None else read_head(streamed.head)
-    predictor = task.load_predictor(model, options)
-    network = _check_predictor(model, predictor)
+    predictor, network = _check_predictor(model, task.load_predictor(model, options))
     if head is not None:
         output, probabilities = outputs
         if output is None:
@@ -97,8 +96,7 @@ def features_command(model: str, image: str, options: FeaturesOptions) -> int:
     output = Path(options.output)
     if not output.is_dir():
         check_output_file(options.output, inputs)
-    predictor = load(model, checkpoint=options.checkpoint, device="cpu")
-    network = _check_predictor(model, predictor)
+    predictor, network = _check_predictor(model, load(model, checkpoint=options.checkpoint, device="cpu"))
     name = map_name(network, options.stage, options.block)
     with open_source(image, predictor, options.data, options) as source:
         sink = feature_sink(output, Coordinates.of(source))
@@ -234,15 +232,15 @@ def _token_mask(
     return torch.from_numpy(make_token_mask(options.mask, source, network.reductions[0], pixels.max_pixels))
 
 
-def _check_predictor(model: str, predictor: Any) -> InLineViT:
-    """Return the network of a predictor, if it can be streamed."""
+def _check_predictor(model: str, predictor: Any) -> tuple[ImagePredictor, InLineViT]:
+    """Return a predictor and its network, if it can be streamed."""
     network = getattr(predictor, "model", None)
     if not isinstance(predictor, ImagePredictor) or not isinstance(network, InLineViT):
         raise ValueError(
             f"{model} cannot be streamed: name a model of this library for classification (`inlinevit models`), or a "
             "run of one"
         )
-    return network
+    return predictor, network
 
 
 def _check_predict_options(options: ClassPredictOptions, images: Sequence[str]) -> None:
