@@ -2,8 +2,8 @@
 
 The image is synthetic: five kinds of land cover, laid out by noise, under one illumination that the model does not
 know. Colours alone do not tell the classes apart; the illumination has to be found from the rest of the image. The
-model is a small InLine-DeiT with random weights, whose linear head is fitted to the tokens of scenes of 512 × 512
-pixels by least squares, then applied to a large scene.
+model is a small InLine-DeiT with a linear head on its tokens, which is trained on such scenes of 512 × 512 pixels for
+some minutes, then applied to a large one.
 
     python tools/huge_image_figure.py --output docs/huge_image.png
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 import inlinevit
 from inlinevit.data.array_regions import ArrayRegions
@@ -40,8 +41,7 @@ REFLECTANCE = np.array(
 )
 MAP_COLORS = ("#3b75af", "#2d6a37", "#9bc25a", "#b98a4f", "#8d8d95")
 TRAINING_SIZE = 512
-# Of the least squares, relative to the mean square of a channel.
-RIDGE = 1e-4
+LR = 3e-3
 # Pixels of the largest and the smallest patches of land.
 COARSEST, FINEST = 512, 32
 
@@ -85,37 +85,32 @@ def normalize(image: NDArray[np.uint8]) -> Tensor:
     return (pixels - torch.tensor(MEAN).view(-1, 1, 1)) / torch.tensor(STD).view(-1, 1, 1)
 
 
-def build_model(seed: int) -> Any:
-    """Return a small InLine-DeiT with random weights of unit gain."""
+def build_model() -> Any:
+    """Return a small InLine-DeiT whose head classifies tokens."""
+    return timm.create_model(
+        "inline_deit_tiny", embed_dim=64, depth=4, num_heads=2, img_size=TRAINING_SIZE, num_classes=len(CLASSES)
+    )
+
+
+def train(steps: int, seed: int) -> Any:
+    """Train the model on new scenes, two per step."""
     torch.manual_seed(seed)
-    model = timm.create_model(
-        "inline_deit_tiny", embed_dim=128, depth=4, num_heads=4, img_size=TRAINING_SIZE, num_classes=len(CLASSES)
-    )
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-    return model.eval()
-
-
-@torch.no_grad()
-def fit_head(model: Any, scenes: int, seed: int) -> None:
-    """Fit the head to the tokens of new scenes: least squares of the classes, with a small ridge."""
     rng = np.random.default_rng(seed)
-    count = model.num_features + 1
-    gram, moments = (
-        torch.zeros(count, count, dtype=torch.float64),
-        torch.zeros(count, len(CLASSES), dtype=torch.float64),
-    )
-    for _ in range(scenes):
-        image, labels = make_scene(rng, TRAINING_SIZE)
-        tokens = model.forward_features(normalize(image))[0, model.num_prefix_tokens :].double()
-        tokens = torch.cat([tokens, torch.ones(len(tokens), 1)], dim=1)
-        gram += tokens.T @ tokens
-        moments += tokens.T @ F.one_hot(torch.from_numpy(token_labels(labels)).flatten(), len(CLASSES)).double()
-    ridge = RIDGE * gram.diagonal().mean() * torch.eye(count)
-    solution = torch.linalg.solve(gram + ridge, moments).float()
-    model.head.weight.copy_(solution[:-1].T)
-    model.head.bias.copy_(solution[-1])
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        scenes = [make_scene(rng, TRAINING_SIZE) for _ in range(2)]
+        images = torch.cat([normalize(image) for image, _ in scenes])
+        labels = torch.from_numpy(np.stack([token_labels(one) for _, one in scenes])).flatten(1)
+        loss = F.cross_entropy(token_logits(model, images).transpose(1, 2), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0 or step == steps - 1:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    return model.eval()
 
 
 def token_logits(model: Any, images: Tensor) -> Tensor:
@@ -176,17 +171,23 @@ def draw(path: Path, image: NDArray[np.uint8], truth: Any, tiled: Any, whole: An
 
 
 def main() -> None:
-    """Fit the head, classify, draw."""
+    """Train, classify, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/huge_image.png"))
     parser.add_argument("--size", type=int, default=4096, help="side of the large image")
     parser.add_argument("--tile", type=int, default=512, help="side of a tile")
-    parser.add_argument("--scenes", type=int, default=60, help="scenes that the head is fitted to")
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
+    parser.add_argument("--weights", type=Path, default=None, help="file that weights are kept in between calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory", default="500MB", help="memory for streaming")
     arguments = parser.parse_args()
-    model = build_model(arguments.seed)
-    fit_head(model, arguments.scenes, arguments.seed)
+    if arguments.weights is not None and arguments.weights.exists():
+        model = build_model().eval()
+        inlinevit.load_checkpoint(model, arguments.weights)
+    else:
+        model = train(arguments.steps, arguments.seed)
+        if arguments.weights is not None:
+            safetensors.torch.save_file(model.state_dict(), arguments.weights)
     image, labels = make_scene(np.random.default_rng(arguments.seed + 10_000), arguments.size)
     truth = token_labels(labels)
     tiled, whole = classify_tiles(model, image, arguments.tile), classify_whole(model, image, arguments.memory)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,9 +84,8 @@ def stream(
         len(mean) == channels == len(std),
         f"the model takes {channels} channels, but its mean has {len(mean)}: give a normalised tensor",
     )
-    pixels = cast(RegionInput, image)
-    name = name_of(pixels)
-    with open_regions(pixels, max_pixels) as reader:
+    name = name_of(image)
+    with open_regions(image, max_pixels) as reader:
         with readable(name):
             chosen, _ = choose_level(reader, level, mpp)
             box = choose_box(reader, chosen, region)
