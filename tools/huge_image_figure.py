@@ -22,7 +22,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import inlinevit
 from inlinevit.data.array_regions import ArrayRegions
@@ -41,7 +41,7 @@ REFLECTANCE = np.array(
 )
 MAP_COLORS = ("#3b75af", "#2d6a37", "#9bc25a", "#b98a4f", "#8d8d95")
 TRAINING_SIZE = 512
-LR = 3e-3
+LR = 1e-3
 # Pixels of the largest and the smallest patches of land.
 COARSEST, FINEST = 512, 32
 
@@ -66,7 +66,7 @@ def make_scene(rng: np.random.Generator, size: int) -> tuple[NDArray[np.uint8], 
     limits = np.sort(rng.normal((-0.9, -0.3, 0.3, 0.9), 0.3))
     labels = np.digitize(field, limits)
     texture = noise(rng, size, 16, 2)[..., None] * 0.03 + rng.normal(0, 0.03, (size, size, 1))
-    gain = np.exp(rng.normal(0, 0.35)) * np.exp(rng.normal(0, 0.05, 3))
+    gain = np.exp(rng.normal(0, 0.25)) * np.exp(rng.normal(0, 0.05, 3))
     values = (REFLECTANCE[labels] + texture) * gain
     return (255 * values.clip(0, 1)).astype(np.uint8), labels
 
@@ -106,6 +106,7 @@ def train(steps: int, seed: int) -> Any:
         loss = F.cross_entropy(token_logits(model, images).transpose(1, 2), labels)
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % 20 == 0 or step == steps - 1:

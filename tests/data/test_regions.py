@@ -461,8 +461,9 @@ def test_tiff_files_that_are_refused(tmp_path: Path) -> None:
         ValueError, match=f"strips has {WIDTH * HEIGHT} pixels, more than the limit of 1000.*--max-pixels"
     ):
         open_regions(path, max_pixels=1000)
-    with open_regions(write_tiff(path, "plain"), max_pixels=1000):
-        """Rows that are stored as they are can be read one by one."""
+    # Rows that are stored as they are can be read one by one.
+    with open_regions(write_tiff(path, "plain"), max_pixels=1000) as reader:
+        assert reader.size == (WIDTH, HEIGHT)
     tifffile.imwrite(path, noise(4, np.uint16), photometric="separated")
     with pytest.raises(ValueError, match="its colours are separated with 16 bits: convert it to RGB"):
         open_regions(path)

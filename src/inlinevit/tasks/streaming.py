@@ -254,7 +254,7 @@ def _check_predict_options(options: ClassPredictOptions, images: Sequence[str]) 
     defaults = {"batch_size": 32, "img_size": None}
     for name, default in defaults.items():
         require(
-            getattr(options, name, default) == default,
+            vars(options).get(name, default) == default,
             f"--{name} has no effect on a streamed image, which is not resized: leave it out",
         )
 
