@@ -35,7 +35,7 @@ __getattr__, _, _ = lazy_loader.attach(
         "layers": ["InLineAttention", "list_attentions", "register_attention"],
         "models": ["PretrainedWeightsError", "load_checkpoint", "replace_attention"],
         "models.inference": ["optimize_for_inference"],
-        "streaming.stream": ["stream"],
+        "streaming": ["stream"],
         "tasks.loading": ["load"],
     },
 )

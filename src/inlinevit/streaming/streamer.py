@@ -175,7 +175,8 @@ class Streamer:
         if mask is not None:
             if any(is_reduced(one) for stage in self.stages for one in stage.passes):
                 raise ValueError("a mask cannot be used with reduced keys and values (sr_ratio): leave out the mask")
-            masks = stage_masks(mask, self.image_size, [stage.feat_size for stage in self.stages])
+            grids = [stage.feat_size for stage in self.stages]
+            masks = stage_masks(mask, self.image_size, grids, self.model.reductions)
             for streamed, one in zip(self.stages, masks, strict=True):
                 streamed.mask = one
         self.sinks = dict(features)
