@@ -133,8 +133,8 @@ def test_maps_of_any_shape(feat_size: tuple[int, int]) -> None:
 
 def test_many_rounds() -> None:
     """More tokens than values are kept of, so that their places are used again."""
-    block, feat_size = make_block("odd sizes"), (150, 521)
-    x = torch.randn(1 + 150 * 521, 30, generator=torch.Generator().manual_seed(1))
+    block, feat_size = make_block("one token"), (150, 521)
+    x = torch.randn(150 * 521, 32, generator=torch.Generator().manual_seed(1))
     streamed = StreamedBlock(pack(block))
     expected = streamed.block(x[None], block.attn.layout(feat_size))[0] - x
     for chunks in (1, 2):
