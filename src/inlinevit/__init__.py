@@ -22,6 +22,7 @@ __all__ = [
     "models",
     "ops",
     "optimize_for_inference",
+    "parallelize_sequence",
     "register_attention",
     "replace_attention",
     "testing",
@@ -34,6 +35,7 @@ __getattr__, _, _ = lazy_loader.attach(
         "layers": ["InLineAttention", "list_attentions", "register_attention"],
         "models": ["PretrainedWeightsError", "load_checkpoint", "replace_attention"],
         "models.inference": ["optimize_for_inference"],
+        "parallel": ["parallelize_sequence"],
         "tasks.loading": ["load"],
     },
 )
