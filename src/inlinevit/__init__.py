@@ -37,7 +37,7 @@ __getattr__, _, _ = lazy_loader.attach(
         "models": ["PretrainedWeightsError", "load_checkpoint", "replace_attention"],
         "models.inference": ["optimize_for_inference"],
         "parallel": ["parallelize_sequence"],
-        "streaming": ["stream"],
+        "data.streaming": ["stream"],
         "tasks.loading": ["load"],
     },
 )

@@ -8,6 +8,7 @@ from torch import nn
 
 import inlinevit
 from inlinevit.streaming import HeadSink, TensorSink, blocks
+from inlinevit.streaming import stream as stream_source
 from tests.streaming.models import FAMILIES, MODELS, make_image, make_model, spill_always
 
 
@@ -188,7 +189,7 @@ def test_what_cannot_be_streamed_is_refused():
     with pytest.raises(ValueError, match="expected images of shape"):
         inlinevit.stream(model, image[:, :1])
     with pytest.raises(ValueError, match="an ImageSource, but got str"):
-        inlinevit.stream(model, "image.tif")
+        stream_source(model, "image.tif")
     with pytest.raises(ValueError, match=r"the model has no map 'stages\.1': choose from stages\.0\.blocks\.0"):
         inlinevit.stream(model, image, features={"stages.1": TensorSink()})
     hooked = make_model("deit")

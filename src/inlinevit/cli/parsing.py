@@ -42,6 +42,12 @@ def add_import(parser: ArgumentParser) -> None:
     parser.add_argument("--import", action=ImportAction, dest=SUPPRESS, default=SUPPRESS, metavar="MODULE", help=about)
 
 
+def add_stream(parser: ArgumentParser) -> None:
+    """Add `--stream`, a flag of StreamOptions."""
+    about = "process one image of any size as a whole, by rows, in bounded memory; it is not resized"
+    parser.add_argument("--stream", action="store_true", help=about)
+
+
 def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequence[str] = ()) -> None:
     """Add the fields of a dataclass or the arguments of a function as options, but those to skip.
 

@@ -176,7 +176,7 @@ def convert_pixels(image: AnyImage, pixel_format: PixelFormat) -> AnyImage:
         converted.info = {}
         return converted
     bands = bands_of(image) if isinstance(image, Image.Image) else image
-    chosen = _chosen_bands(bands, pixel_format)
+    chosen = chosen_bands(bands, pixel_format)
     values = bands.read()
     # Without a copy, where that is possible.
     first, count = chosen[0], len(chosen)
@@ -262,7 +262,7 @@ def declared_bits(image: AnyImage) -> int | None:
     return 12 if tiff_tag(image, BITSPERSAMPLE) == (12,) else None
 
 
-def _chosen_bands(image: BandArray, pixel_format: PixelFormat) -> list[int]:
+def chosen_bands(image: BandArray, pixel_format: PixelFormat) -> list[int]:
     """Return which bands of an image a model gets."""
     count, channels = image.bands, pixel_format.channels
     colours = count - image.has_alpha
@@ -310,7 +310,7 @@ def to_bytes(
         values, kind = values.astype(np.uint8) * np.uint8(255), "u"
     if values.dtype == np.uint8 and not is_given:
         return np.ascontiguousarray(values)
-    is_empty = _without_data(values, nodata)
+    is_empty = without_data(values, nodata)
     if isinstance(pixel_range, tuple):
         low, high = pixel_range
     elif pixel_range == "type" and kind == "i":
@@ -331,7 +331,7 @@ def to_bytes(
     return scaled
 
 
-def _without_data(values: NDArray[Any], nodata: float | None) -> NDArray[np.bool_] | None:
+def without_data(values: NDArray[Any], nodata: float | None) -> NDArray[np.bool_] | None:
     if nodata is None:
         return None
     return np.isnan(values) if math.isnan(nodata) and values.dtype.kind == "f" else values == nodata
@@ -397,8 +397,8 @@ def measure_bits(image: AnyImage, pixel_format: PixelFormat) -> int | None:
     bands = bands_of(image) if isinstance(image, Image.Image) else image
     if bands.dtype != np.uint16:
         return None
-    values = bands.read()[..., _chosen_bands(bands, pixel_format)]
-    is_empty = _without_data(values, bands.nodata)
+    values = bands.read()[..., chosen_bands(bands, pixel_format)]
+    is_empty = without_data(values, bands.nodata)
     values = values if is_empty is None else values[~is_empty]
     return declared_bits(image) or bits_in_use(int(values.max(initial=0)))
 

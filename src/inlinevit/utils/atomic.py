@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -77,6 +78,35 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a path beside a folder, for its new content, where there is nothing; at the end, it replaces the folder.
+
+    On an error, the folder stays as it was, and nothing is left beside it.
+    """
+    aside, old = (path_beside(path, f".{path.name}", suffix) for suffix in (UNFINISHED, f".old{UNFINISHED}"))
+    with disk_full_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            for leftover in (aside, old):
+                _remove(leftover)
+            yield aside
+            if os.path.lexists(path):
+                os.replace(path, old)
+            os.replace(aside, path)
+        finally:
+            for leftover in (aside, old):
+                _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:

@@ -13,6 +13,10 @@ EXTRAS = {
     "yaml": "train",
     "pycocotools": "detection",
     "segmentation_models_pytorch": "segmentation",
+    "tifffile": "huge",
+    "zarr": "huge",
+    "openslide": "slides",
+    "rasterio": "geo",
 }
 
 
