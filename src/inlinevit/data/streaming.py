@@ -82,7 +82,8 @@ def stream(
     mean, std = (tuple(config.get(name) or (0.5,) * channels) for name in ("mean", "std"))
     require(
         len(mean) == channels == len(std),
-        f"the model takes {channels} channels, but its mean and std are known for {len(mean)}: give a normalised tensor",
+        f"the model takes {channels} channels, but its mean and std are known for {len(mean)}: give a normalised "
+        "tensor",
     )
     name = name_of(image)
     with open_regions(image, max_pixels) as reader:
