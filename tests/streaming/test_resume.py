@@ -132,6 +132,13 @@ def test_the_state_of_another_run_is_refused(tmp_path):
         inlinevit.stream(make_model("deit"), image, resume=state)
 
 
+def test_a_source_without_a_fingerprint_is_not_resumed(tmp_path):
+    source = CountedSource(make_image(64, 64))
+    source.fingerprint = None
+    with pytest.raises(ValueError, match="has no fingerprint, by which it is recognised: leave out resume"):
+        inlinevit.stream(make_model("deit"), source, resume=tmp_path)
+
+
 def test_other_files_in_the_folder_are_kept(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     inlinevit.stream(make_model("deit"), make_image(64, 64), resume=tmp_path)

@@ -117,7 +117,7 @@ def test_spilled_results_are_the_same(kind, tmp_path, monkeypatch):
 class CountedSource:
     """An image source that notes which rows were read."""
 
-    channels = 3
+    channels, fingerprint = 3, "counted"
 
     def __init__(self, image):
         self.image, self.size, self.read = image, (image.shape[3], image.shape[2]), []
@@ -134,6 +134,13 @@ def test_rows_of_a_source_are_read_once_and_in_order(kind):
     out = inlinevit.stream(model, source, chunk_rows=1)
     assert source.read == list(range(69))
     assert relative_error(out, inlinevit.stream(model, image)) < 1e-5
+
+
+def test_rows_of_another_shape_are_refused():
+    source = CountedSource(make_image(69, 70))
+    source.size = (71, 69)
+    with pytest.raises(ValueError, match=r"should give float32 rows of shape \(3, 69, 71\), but it gave"):
+        inlinevit.stream(make_model("deit"), source)
 
 
 def test_progress_increases_to_one():
@@ -192,6 +199,8 @@ def test_what_cannot_be_streamed_is_refused():
         stream_source(model, "image.tif")
     with pytest.raises(ValueError, match=r"the model has no map 'stages\.1': choose from stages\.0\.blocks\.0"):
         inlinevit.stream(model, image, features={"stages.1": TensorSink()})
+    with pytest.raises(ValueError, match="chunk_rows is 0: it should be at least 1"):
+        inlinevit.stream(model, image, chunk_rows=0)
     hooked = make_model("deit")
     hooked.head.register_forward_hook(lambda *arguments: None)
     with pytest.raises(ValueError, match="have hooks"):
