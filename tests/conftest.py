@@ -62,3 +62,15 @@ def file_limit() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return limit
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Any]:
+    """A process that forks the processes of jobs: tests/engine/running.py."""
+    from tests.engine.running import Server
+
+    server = Server()
+    yield server
+    assert server.process.stdin is not None
+    server.process.stdin.close()
+    server.process.wait()

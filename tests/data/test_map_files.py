@@ -146,7 +146,7 @@ def test_class_maps(classes: int, tmp_path: Path) -> None:
 def test_masks_of_earlier_stages(tmp_path: Path) -> None:
     mask = np.zeros((8, 12), bool)
     mask[5, 7] = True
-    write(ClassMapSink(tmp_path / "map.tif", WHERE, mask=mask), torch.zeros(4, 6, 2))
+    write(ClassMapSink(tmp_path / "map.tif", WHERE, mask=mask, mask_stride=8), torch.zeros(4, 6, 2))
     values = tifffile.imread(tmp_path / "map.tif")
     assert np.argwhere(values == 0).tolist() == [[2, 3]]
 

@@ -11,15 +11,6 @@ from tests.engine.toy import settings
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    assert server.process.stdin is not None
-    server.process.stdin.close()
-    server.process.wait()
-
-
-@pytest.fixture(scope="session")
 def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy run that nothing happened to."""
     output = tmp_path_factory.mktemp("reference") / "run"

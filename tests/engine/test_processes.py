@@ -46,6 +46,19 @@ def assert_alike(output: Path, reference: Path) -> None:
         torch.testing.assert_close(tensors[name], others[name], rtol=1e-4, atol=1e-6)
 
 
+def assert_same_weights(output: Path, reference: Path) -> None:
+    """Two runs tell the same and export the same weights, but for rounding.
+
+    Some gradients are zero but for rounding, such as those of the biases of keys, and AdamW takes steps nevertheless.
+    """
+    for ours, theirs in zip(metric_lines(output), metric_lines(reference), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    exported, whole = (safetensors.torch.load_file(path / "model.safetensors") for path in (output, reference))
+    assert exported.keys() == whole.keys()
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight, whole[name], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("grad_accum_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_processes_and_one(server: Server, tmp_path: Path, grad_accum_steps: int) -> None:
     server.run(settings(tmp_path / "one", run__grad_accum_steps=grad_accum_steps, toy__batch_size=4, **EVEN))
@@ -63,6 +76,82 @@ def test_two_processes_and_one_with_inline_attention(server: Server, tmp_path: P
     server.run(settings(tmp_path / "one", toy__batch_size=4, **changes))
     server.run(settings(tmp_path / "two", toy__batch_size=2, **changes), processes=2)
     assert_alike(tmp_path / "two", tmp_path / "one")
+
+
+SEQUENCE: dict[str, Any] = {
+    "toy__model": "inline_deit_tiny",
+    "toy__batch_size": 4,
+    "optimizer__lr": 1e-3,
+    "run__log_every": 1,
+    "schedule__epochs": 2,
+}
+
+
+def test_two_processes_share_images(server: Server, tmp_path: Path) -> None:
+    """Each holds rows of every image; stopped and resumed, too."""
+    server.run(settings(tmp_path / "one", **SEQUENCE))
+    output = tmp_path / "two"
+    changes = {**SEQUENCE, "parallel__sequence": 2}
+    stopped = server.start(settings(output, toy__events={"7": "SIGTERM"}, **changes), processes=2)
+    assert stopped.wait() == 128 + signal.SIGTERM, stopped.printed
+    assert "(4 × 1 × 2 processes that share images × 2 accumulated)" in stopped.printed
+    server.run(settings(output, **changes), processes=2)
+    assert {line["eval_samples"] for line in metric_lines(output) if "eval_samples" in line} == {7}
+    assert_same_weights(output, tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("model", ["inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny"])
+def test_four_processes_of_which_two_share_images(server: Server, tmp_path: Path, model: str, fsdp: bool) -> None:
+    changes = {
+        **SEQUENCE,
+        "toy__model": model,
+        "toy__size": 64,
+        "run__ema_decay": None,
+        "run__grad_checkpointing": not fsdp,
+    }
+    server.run(settings(tmp_path / "one", **changes))
+    changes |= {"toy__batch_size": 2, "parallel__sequence": 2, "run__fsdp": fsdp}
+    server.run(settings(tmp_path / "four", **changes), processes=4)
+    assert_same_weights(tmp_path / "four", tmp_path / "one")
+
+
+def test_processes_that_cannot_share_images_are_refused(server: Server, tmp_path: Path) -> None:
+    forked = server.start(settings(tmp_path / "run", parallel__sequence=2, **SEQUENCE))
+    assert forked.wait() == 1
+    assert "error: parallel.sequence is 2, but the number of processes is 1: start a multiple of 2" in forked.printed
+    forked = server.start(settings(tmp_path / "run", parallel__sequence=2), processes=2)
+    assert forked.wait() == 1
+    assert forked.printed.count("error: Mlp cannot be split over processes: choose a model of this library") == 2
+    assert "Traceback" not in forked.printed
+
+
+@pytest.mark.parametrize(
+    ("number", "timeout", "sentence"),
+    [
+        (signal.SIGKILL, 30, "error: another process has ended before this one"),
+        (signal.SIGSTOP, 0.05, "error: another process has not answered within the time-out"),
+    ],
+)
+def test_a_process_that_shares_images_is_lost(
+    server: Server, tmp_path: Path, number: signal.Signals, timeout: float, sentence: str
+) -> None:
+    changes = {**SEQUENCE, "parallel__sequence": 2, "parallel__timeout_minutes": timeout, "toy__pause": 0.05}
+    output = tmp_path / "run"
+    forked = server.start(settings(output, **changes), processes=2)
+    while not list((output / "checkpoints").glob("step-*")):
+        time.sleep(0.01)
+    forked.kill(number, process=1)
+    deadline = time.monotonic() + 120
+    while sentence not in forked.printed and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if number == signal.SIGSTOP:
+        forked.kill(signal.SIGKILL, process=1)
+    forked.wait()
+    assert forked.codes == [1, -signal.SIGKILL], forked.printed
+    assert sentence in forked.printed
+    assert "Traceback" not in forked.printed
 
 
 @pytest.mark.slow
@@ -181,12 +270,7 @@ def test_sharded_run_is_resumed_on_any_number_of_processes(server: Server, tmp_p
     with pytest.raises(ValueError, match=r"lacks a part of|the checkpoint is of another model"):
         check_weights(tensors, shard_layout(tmp_path / "incomplete"))
     server.run(settings(output, toy__batch_size=4, **SHARDED), processes=second)
-    for ours, theirs in zip(metric_lines(output), metric_lines(tmp_path / "whole"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    exported, whole = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
-    assert exported.keys() == whole.keys()
-    for name, weight in exported.items():
-        torch.testing.assert_close(weight, whole[name], rtol=1e-3, atol=1e-5)
+    assert_same_weights(output, tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -26,11 +26,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import inlinevit  # noqa: F401
+from inlinevit.cli.errors import lost_process
 from inlinevit.data.batch_plan import BatchPlan
 from inlinevit.data.loader import EvalLoader, ShuffledLoader
 from inlinevit.data.samplers import ShardedSampler
 from inlinevit.engine import checkpoints
-from inlinevit.engine.config import OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from inlinevit.engine.config import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, TrainConfig
 from inlinevit.engine.trainer import Diverged, Stopped, Trainer
 from inlinevit.utils import atomic as files
 
@@ -54,6 +55,8 @@ class ToyConfig:
     samples: int = 52
     batch_size: int = 4
     workers: int = 0
+    # Side of the images of a model; 0 = that for which it is made.
+    size: int = 0
     # Seconds that a step takes at least.
     pause: float = 0.0
     greater_is_better: bool = False
@@ -79,6 +82,7 @@ def settings(output: Path | str, **changes: Any) -> dict[str, Any]:
             "checkpoint_steps": 5,
             "log_every": 4,
         },
+        "parallel": {},
         "toy": {},
     }
     for name, value in changes.items():
@@ -90,7 +94,10 @@ def settings(output: Path | str, **changes: Any) -> dict[str, Any]:
 def make_trainer(plain: dict[str, Any]) -> Trainer:
     """A trainer of these settings."""
     config = TrainConfig(
-        OptimizerConfig(**plain["optimizer"]), ScheduleConfig(**plain["schedule"]), RunConfig(**plain["run"])
+        OptimizerConfig(**plain["optimizer"]),
+        ScheduleConfig(**plain["schedule"]),
+        RunConfig(**plain["run"]),
+        ParallelConfig(**plain["parallel"]),
     )
     return Trainer(ToyTask(ToyConfig(**plain["toy"]), config.run.seed), config)
 
@@ -141,12 +148,13 @@ class ToyTask:
     command = ""
     metric = "error"
     batch_multiple = 1
+    supports_sequence = True
 
     def __init__(self, config: ToyConfig, seed: int) -> None:
         self.config, self.seed = config, seed
         self.batch_size, self.workers = config.batch_size, config.workers
         self.greater_is_better = config.greater_is_better
-        size = MODELS[config.model]["img_size"] if config.model in MODELS else 0
+        size = config.size or (MODELS[config.model]["img_size"] if config.model in MODELS else 0)
         self.shape: tuple[int, ...] = (3, size, size) if size else (6,)
         self.calls = 0
         self.metrics = list(config.metrics)
@@ -257,6 +265,11 @@ def run(plain: dict[str, Any]) -> int:
     except (Diverged, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if not (problem := lost_process(str(error))):
+            raise
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
     print(f"done: {json.dumps(metrics)}", file=sys.stderr)
     return 0
 
@@ -314,8 +327,9 @@ def main() -> None:
     if len(sys.argv) > 1:
         sys.exit(run(json.loads(Path(sys.argv[1]).read_text())))
     from tests.engine.sharding import shard_and_train
+    from tests.parallel.checks import check_sequence
 
-    serve({"train": run, "shard": shard_and_train})
+    serve({"train": run, "shard": shard_and_train, "sequence": check_sequence})
 
 
 if __name__ == "__main__":

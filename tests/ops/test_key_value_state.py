@@ -1,5 +1,6 @@
 """States of InLine attention: summaries of tokens that merge exactly."""
 
+from dataclasses import fields, replace
 from functools import reduce
 from itertools import pairwise
 
@@ -52,6 +53,11 @@ def assert_equal_states(actual, expected, rtol, size=1.0):
     torch.testing.assert_close(actual.covariance, expected.covariance, rtol=0, atol=limit)
 
 
+def assert_identical(actual, expected):
+    for field in fields(KeyValueState):
+        assert torch.equal(getattr(actual, field.name), getattr(expected, field.name)), field.name
+
+
 @st.composite
 def chunked_tokens(draw):
     number = draw(st.integers(0, 40))
@@ -101,9 +107,9 @@ def test_empty_states_change_nothing():
     none = KeyValueState.from_tokens(k[:, :, :0], v[:, :, :0], tokens[:, :0])
     masked = KeyValueState.from_tokens(k, v, tokens, torch.zeros(2, 5, dtype=torch.bool))
     for other in (empty, none, masked):
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, empty, strict=True))
+        assert_identical(other, empty)
         for merged in (state.merge(other), other.merge(state)):
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(merged, state, strict=True))
+            assert_identical(merged, state)
         assert not other.merge(empty).attend(k).any()
 
 
@@ -152,7 +158,7 @@ def test_states_are_float32_at_least(dtype):
     # The mean of 3000 tokens near 60000 overflows in float16; in bfloat16 a sum would stop growing.
     k, v, tokens = draw_tokens(3000, dtype=dtype, offset=300.0)
     state = KeyValueState.from_tokens(k, v, tokens)
-    assert {x.dtype for x in state[1:]} == {torch.float32}
+    assert {x.dtype for x in (state.k_mean, state.v_mean, state.covariance, state.token_mean)} == {torch.float32}
     exact = KeyValueState.from_tokens(k.double(), v.double(), tokens.double())
     torch.testing.assert_close(state.k_mean.double(), exact.k_mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(state.covariance.double(), exact.covariance, rtol=0, atol=0.2)
@@ -162,7 +168,7 @@ def test_states_are_float32_at_least(dtype):
 def test_more_tokens_than_float32_can_count():
     k, v, _ = draw_tokens(1)
     one = KeyValueState.from_tokens(k, v)
-    many = one._replace(count=torch.full_like(one.count, 2**24))
+    many = replace(one, count=torch.full_like(one.count, 2**24))
     assert many.merge(one).count.flatten().tolist() == [2**24 + 1] * 2
 
 

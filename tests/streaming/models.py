@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 import timm
 import torch
 from torch import nn
+
+from inlinevit.streaming import streamer
 
 DEIT = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 64}
 PVT = {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 24, 32), "num_heads": (2, 2, 2, 4), "img_size": 64}
@@ -58,3 +61,13 @@ def make_image(height: int, width: int) -> torch.Tensor:
     torch.manual_seed(1)
     ramp = torch.linspace(-1, 1, height)[:, None] * torch.linspace(-2, 1, width)
     return torch.randn(1, 3, height, width) + ramp
+
+
+def spill_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tokens in files, whatever the memory."""
+    make_plan = streamer.make_plan
+
+    def make_spilled_plan(*arguments: Any, **options: Any) -> Any:
+        return make_plan(*arguments, **{**options, "must_spill": True})
+
+    monkeypatch.setattr(streamer, "make_plan", make_spilled_plan)

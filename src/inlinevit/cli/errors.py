@@ -67,13 +67,25 @@ def report_error(error: Exception, options: list[str]) -> int:
         return print_error(f"error: {message}", 1)
     if (extra := missing_extra(error)) is not None:
         return print_error(f"error: {message}: pip install 'inlinevit[{extra}]'", 1)
-    if isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", message):
-        return print_error("error: another process has ended before this one: see its message", 1)
+    if isinstance(error, RuntimeError) and (problem := lost_process(message)):
+        return print_error(f"error: {problem}", 1)
     if isinstance(error, Stopped):
         return print_error(message, 128 + error.signal_number)
     if isinstance(error, RunEnded):
         return print_error(f"error: {message}", 1)
     raise error
+
+
+def lost_process(message: str) -> str:
+    """Return that another process has ended or does not answer, if that is what a message of torch says, or ""."""
+    if re.search(r"Connection (closed|reset) by peer|Broken pipe", message):
+        return "another process has ended before this one: see its message"
+    if re.search(r"[Tt]imed out (waiting|after)|[Tt]imeout", message) and re.search(r"gloo|NCCL|[Ss]tore", message):
+        return (
+            "another process has not answered within the time-out: look for it on its machine, start the same command "
+            "again to resume, or set a longer --parallel.timeout_minutes"
+        )
+    return ""
 
 
 def print_error(message: str, code: int) -> int:

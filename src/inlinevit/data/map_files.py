@@ -257,6 +257,7 @@ class ClassMapSink(FileSink):
         probabilities: A second file, for the probability of each class, float32; None = none.
         mask: Which tokens of this or an earlier stage count, (height, width); others get the value MASKED, or 65535
             in files of 16 bits.
+        mask_stride: Pixels per entry of the mask; None = as many as per token of this map.
     """
 
     def __init__(
@@ -266,9 +267,10 @@ class ClassMapSink(FileSink):
         *,
         probabilities: Path | None = None,
         mask: NDArray[np.bool_] | None = None,
+        mask_stride: int | None = None,
     ) -> None:
         super().__init__(path, coordinates)
-        self.probabilities, self.mask = probabilities, mask
+        self.probabilities, self.mask, self.mask_stride = probabilities, mask, mask_stride
         self.size = (0, 0)
 
     def count_bytes(self) -> int:
@@ -282,7 +284,8 @@ class ClassMapSink(FileSink):
 
     def open(self) -> None:
         if self.mask is not None:
-            self.mask = any_of_cells(torch.from_numpy(self.mask), self.shape[:2]).numpy()
+            side = self.stride // (self.mask_stride or self.stride)
+            self.mask = any_of_cells(torch.from_numpy(self.mask), side).numpy()
         # Files appear when the contexts end, in the reverse order.
         self.outputs = [
             _TiledOutput(path, dtype, bands, self.stack)

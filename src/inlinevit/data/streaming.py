@@ -38,7 +38,7 @@ def stream(
 ) -> Tensor:
     """Compute a model for one image of any size in bounded memory: the result of the plain forward pass.
 
-    See `inlinevit.streaming.stream.stream` for how it is computed, and what memory and masks mean.
+    See `inlinevit.streaming.stream` for how it is computed, and what memory and masks mean.
 
     Args:
         model: A model of inlinevit in evaluation mode, float32 on the CPU; also one of `optimize_for_inference`.
@@ -82,7 +82,8 @@ def stream(
     mean, std = (tuple(config.get(name) or (0.5,) * channels) for name in ("mean", "std"))
     require(
         len(mean) == channels == len(std),
-        f"the model takes {channels} channels, but its mean has {len(mean)}: give a normalised tensor",
+        f"the model takes {channels} channels, but its mean and std are known for {len(mean)}: give a normalised "
+        "tensor",
     )
     name = name_of(image)
     with open_regions(image, max_pixels) as reader:

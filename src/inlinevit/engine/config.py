@@ -186,6 +186,25 @@ class RunConfig:
         )
 
 
+@dataclass
+class ParallelConfig:
+    """How several processes share the work, besides taking different images."""
+
+    sequence: int = 1
+    """Processes that share each image: every one of them holds rows of its maps. The number of all processes is a
+    multiple of it. For classification with models of this library."""
+    timeout_minutes: float = 30.0
+    """How long processes wait for each other before the run ends."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "parallel",
+            sequence=Range(1, MOST_WORKERS),
+            timeout_minutes=Range(0, MOST_STEPS, above_least=True),
+        )
+
+
 @dataclass(kw_only=True)
 class PixelConfig:
     """Which bands and values of images a model gets: docs/images.md. The data config of a task is derived from it."""
@@ -399,6 +418,8 @@ class TrainConfig:
         "data.max_pixels",
         "data.path",
         "data.workers",
+        "parallel.sequence",
+        "parallel.timeout_minutes",
         "run.attention_modules",
         "run.checkpoint_minutes",
         "run.checkpoint_steps",
@@ -413,6 +434,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 # Settings that may change if the total batch stays the same.

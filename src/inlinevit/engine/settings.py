@@ -24,14 +24,16 @@ def describe_settings(
         rates: The learning rates of the parameter groups, relative to that of the head.
     """
     return [
-        _describe_batch(plan, steps_per_epoch, total_steps) + f"; precision {_precision(config)} on {device}",
+        _describe_batch(config, plan, steps_per_epoch, total_steps) + f"; precision {_precision(config)} on {device}",
         _describe_optimizer(config, plan.total_batch, min(rates)),
         _describe_schedule(config, plan.total_batch, steps_per_epoch),
     ]
 
 
-def _describe_batch(plan: BatchPlan, steps_per_epoch: int, total_steps: int) -> str:
+def _describe_batch(config: TrainConfig, plan: BatchPlan, steps_per_epoch: int, total_steps: int) -> str:
     processes = "1 process" if plan.processes == 1 else f"{plan.processes} processes"
+    if (sequence := config.parallel.sequence) > 1:
+        processes = f"{plan.processes} × {sequence} processes that share images"
     accumulated = f" × {plan.grad_accum_steps} accumulated" if plan.grad_accum_steps > 1 else ""
     return (
         f"total batch {plan.total_batch} ({plan.batch_size} × {processes}{accumulated}), {steps_per_epoch} steps per "

@@ -3,12 +3,14 @@
 import os
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
 from timm.layers import convert_sync_batchnorm
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import create_scheduler_v2
@@ -16,24 +18,27 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import did_you_mean, require
-from .config import OptimizerConfig, RunConfig, ScheduleConfig
+from .config import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig
 from .runs import recorded_attentions, require_attentions
 
 # Schedules that are functions of the step.
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
 
 
-def join_restarted_job() -> None:
+def join_restarted_job(timeout: timedelta | None = None) -> None:
     """Connect the processes of a job that torchrun has restarted.
 
     The store in which they find each other is that of the former attempt, with the addresses of processes that have
     ended. Under another prefix, they do not see these.
+
+    Args:
+        timeout: How long they wait for each other; None = torch's default.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
@@ -45,12 +50,20 @@ def join_restarted_job() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size)
+    torch.distributed.init_process_group(backend, timeout=timeout, store=prefixed, rank=rank, world_size=world_size)
 
 
-def make_accelerator(precision: str, **options: Any) -> Accelerator:
-    """Return an accelerator for one process or many, as launched, with these arguments of accelerate's Accelerator."""
-    join_restarted_job()
+def make_accelerator(precision: str, timeout: timedelta | None = None, **options: Any) -> Accelerator:
+    """Return an accelerator for one process or many, as launched.
+
+    Args:
+        precision: Mixed precision: no, bf16 or fp16.
+        timeout: How long processes wait for each other; None = torch's default.
+        **options: Arguments of accelerate's Accelerator.
+    """
+    join_restarted_job(timeout)
+    if timeout is not None:
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]
     # Precision is shared by all accelerators of a process; a second run may want another one than the first.
     AcceleratorState._reset_state()
     # Without `cpu`, several processes without a GPU would each work alone, and write over each other's results.
@@ -63,12 +76,13 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
     return accelerator
 
 
-def make_train_accelerator(run: RunConfig) -> Accelerator:
+def make_train_accelerator(run: RunConfig, parallel: ParallelConfig) -> Accelerator:
     """Return an accelerator for training."""
     if run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     accelerator = make_accelerator(
         run.precision,
+        timedelta(minutes=parallel.timeout_minutes),
         gradient_accumulation_steps=run.grad_accum_steps,
         log_with=list(run.trackers) or None,
         project_dir=run.output,
@@ -86,6 +100,27 @@ def make_train_accelerator(run: RunConfig) -> Accelerator:
         PartialState().device = accelerator.state.device = resolve_device(run.device)
     check_precision("run.precision", run.precision, accelerator.device)
     return accelerator
+
+
+def make_mesh(accelerator: Accelerator, parallel: ParallelConfig) -> DeviceMesh | None:
+    """Return the processes as a mesh with the dimensions `data` and `sequence`; None if no image is shared.
+
+    Consecutive processes share an image.
+    """
+    processes, sequence = accelerator.num_processes, parallel.sequence
+    if sequence == 1:
+        return None
+    require(
+        processes % sequence == 0,
+        f"parallel.sequence is {sequence}, but the number of processes is {processes}: start a multiple of {sequence}, "
+        f"such as torchrun --nproc_per_node {sequence} -m inlinevit train …",
+    )
+    ranks, timeout = torch.arange(processes).view(-1, sequence), timedelta(minutes=parallel.timeout_minutes)
+    # The groups of init_device_mesh would have torch's time-out.
+    groups: list[Any] = [
+        torch.distributed.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(groups, accelerator.device.type, mesh=ranks, mesh_dim_names=("data", "sequence"))
 
 
 def check_precision(option: str, precision: str, device: torch.device) -> None:

@@ -52,6 +52,8 @@ class Task(ABC):
     # The metric that decides which weights are the best, and whether larger is better.
     metric: ClassVar[str]
     greater_is_better: ClassVar[bool] = True
+    # Whether several processes can share an image (parallel.sequence): the model is one of images to logits.
+    supports_sequence: ClassVar[bool] = False
     # Batch sizes must be multiples of this number.
     batch_multiple: int = 1
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
 from ..layers.registry import modules_of_attentions
+from ..parallel import parallelize_sequence, whole_images
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
 from .checkpoints import Progress, read_manifest
@@ -29,6 +30,7 @@ from .setup import (
     convert_batch_norms,
     enable_grad_checkpointing,
     make_ema,
+    make_mesh,
     make_optimizer,
     make_scheduler,
     make_train_accelerator,
@@ -51,7 +53,11 @@ class Trainer:
     def __init__(self, task: Task, config: TrainConfig) -> None:
         self.task, self.config = task, config
         run = config.run
-        self.accelerator = make_train_accelerator(run)
+        check_parallel(task, config)
+        self.accelerator = make_train_accelerator(run, config.parallel)
+        mesh = make_mesh(self.accelerator, config.parallel)
+        # Processes that share images take the same samples, and draw the same random numbers.
+        self.data_rank = self.accelerator.process_index if mesh is None else mesh.get_local_rank("data")
         model: Any = run_local_main_first(
             self.accelerator, partial(build_model, task.build_model, run, self.accelerator)
         )
@@ -59,12 +65,14 @@ class Trainer:
         self.folder = RunFolder(config, self.accelerator, task.command, task.metadata())
         if run.sync_batch_norm:
             model = convert_batch_norms(model, self.accelerator)
+        if mesh is not None:
+            model = parallelize_sequence(model, mesh["sequence"])
         if run.grad_checkpointing:
             enable_grad_checkpointing(model)
         plan = BatchPlan.initial(
             task.batch_size,
-            process=self.accelerator.process_index,
-            processes=self.accelerator.num_processes,
+            process=self.data_rank,
+            processes=self.accelerator.num_processes // config.parallel.sequence,
             grad_accum_steps=run.grad_accum_steps,
             workers=task.workers,
         )
@@ -189,7 +197,7 @@ class Trainer:
             The norm is 0 if gradients are not clipped, and with float16: the scaler skips steps that overflow.
         """
         # The seed belongs to the step, not to the run: a resumed run draws the same numbers.
-        set_seed(derive_seed(self.config.run.seed, step, self.accelerator.process_index))
+        set_seed(derive_seed(self.config.run.seed, step, self.data_rank))
         self.scheduler.step_update(step)
         self.model.train()
         losses, numbers = list[Tensor](), torch.empty(0)
@@ -246,7 +254,9 @@ class Trainer:
         model.eval()
         # Each process has gathered statistics of its own, such as those of batch norms.
         broadcast(list(model.buffers()))
-        metrics = self.task.compute_metrics(model, self.accelerator)
+        # Processes evaluate different images.
+        with whole_images(model):
+            metrics = self.task.compute_metrics(model, self.accelerator)
         step, value, best = self.progress.step, metrics[self.task.metric], self.progress.best
         self.progress.evaluated_step, self.progress.metrics = step, metrics
         improves = best is None or (value > best if self.task.greater_is_better else value < best)
@@ -290,3 +300,19 @@ class Trainer:
         raise Diverged(
             f"{what} in step {step} (learning rate {lr:.3g}, {state}): weights and batch are in {folder}; {remedy}"
         )
+
+
+def check_parallel(task: Task, config: TrainConfig) -> None:
+    """Refuse to share images between processes where that is not possible."""
+    if config.parallel.sequence == 1:
+        return
+    require(
+        task.supports_sequence,
+        "parallel.sequence shares the images of classification models between processes, and this task has maps that "
+        "are not split: set --parallel.sequence 1",
+    )
+    require(
+        not config.run.compile,
+        "run.compile does not compile models whose images are shared between processes: leave it out, or set "
+        "--parallel.sequence 1",
+    )

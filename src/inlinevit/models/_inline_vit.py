@@ -136,12 +136,19 @@ class Stage(nn.Module):
             Tokens (batch, prefix + H·W, dim), (H, W), and the tokens after each block to take.
         """
         x, feat_size = self.embed_tokens(x)
+        x, taken = self.forward_blocks(x, feat_size, take, last)
+        return x, feat_size, taken
+
+    def forward_blocks(
+        self, x: Tensor, feat_size: tuple[int, int], take: Sequence[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the blocks on embedded tokens; see forward_tokens."""
         taken: list[Tensor] = []
         for i, block in enumerate(self.blocks if last is None else self.blocks[: last + 1]):
             x = checkpoint(block, x, feat_size) if self.grad_checkpointing else block(x, feat_size)
             if i in take:
                 taken.append(x)
-        return x, feat_size, taken
+        return x, taken
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, channels, H', W') to (batch, dim, H, W), or with a class token to (batch, 1 + H·W, dim)."""

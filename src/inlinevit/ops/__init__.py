@@ -1,6 +1,7 @@
 """The mathematics: pure functions of q, k, v shaped (batch, heads, tokens, head_dim)."""
 
 from .angular import angular_attention, angular_weights
+from .chunked import chunked_inline_attention
 from .efficient import efficient_attention, efficient_weights
 from .feature_maps import FEATURE_MAPS, apply_feature_map
 from .focused import focused_attention, focused_weights
@@ -19,6 +20,7 @@ __all__ = [
     "angular_weights",
     "apply_feature_map",
     "attention_weights",
+    "chunked_inline_attention",
     "efficient_attention",
     "efficient_weights",
     "focused_attention",

@@ -8,7 +8,7 @@ States of disjoint sets of tokens merge exactly, in any order (Chan's formula fo
 tokens may be read in chunks, or belong to several processes.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from ._common import autocast_off, default_scale, hide_padding, promote
 from .feature_maps import apply_feature_map, map_keys
 
 
-class KeyValueState(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class KeyValueState:
     """What InLine attention needs of a set of tokens. An empty set has zeros only.
 
     Attributes:

@@ -2,6 +2,6 @@
 
 from .sink import HeadSink, MapSink, TensorSink
 from .source import ImageSource, TensorSource
-from .stream import stream
+from .streamer import stream
 
 __all__ = ["HeadSink", "ImageSource", "MapSink", "TensorSink", "TensorSource", "stream"]

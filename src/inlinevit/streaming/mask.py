@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def stage_masks(mask: Tensor, size: tuple[int, int], grids: Sequence[tuple[int, int]]) -> list[Tensor]:
+def stage_masks(
+    mask: Tensor, size: tuple[int, int], grids: Sequence[tuple[int, int]], strides: Sequence[int]
+) -> list[Tensor]:
     """Return which tokens of each stage are real: (H, W), True = real.
 
     A token is real if any pixel of its cell is. The cells of a stage divide the image evenly.
@@ -16,6 +18,7 @@ def stage_masks(mask: Tensor, size: tuple[int, int], grids: Sequence[tuple[int, 
         mask: Of the pixels, or of the tokens of the first stage, True = real.
         size: (height, width) of the image.
         grids: (H, W) of each stage.
+        strides: Pixels per token of each stage.
     """
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise ValueError(
@@ -29,19 +32,17 @@ def stage_masks(mask: Tensor, size: tuple[int, int], grids: Sequence[tuple[int, 
     if not bool(mask.any()):
         raise ValueError("mask excludes the whole image: it should be True where the image is")
     masks = []
-    for grid in grids:
-        mask = mask if tuple(mask.shape) == grid else any_of_cells(mask, grid)
+    stride = 1 if tuple(mask.shape) == size else strides[0]
+    for next_stride in strides:
+        mask, stride = any_of_cells(mask, next_stride // stride), next_stride
         masks.append(mask)
     return masks
 
 
-def any_of_cells(mask: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return whether any entry of each cell is True, for cells of equal size, the last of which may be cut."""
-    side = round(mask.shape[0] / grid[0]) if grid[0] > 1 else -(-mask.shape[0] // grid[0])
-    side = max(side, *(-(-length // count) for length, count in zip(mask.shape, grid, strict=True)))
-    rows = []
-    for top in range(0, mask.shape[0], side):
-        # Row of cells by row of cells: a mask of pixels may be large.
-        row = mask[top : top + side].any(dim=0)
-        rows.append(F.pad(row, (0, -len(row) % side)).view(-1, side).any(dim=1))
-    return torch.stack(rows)
+def any_of_cells(mask: Tensor, side: int) -> Tensor:
+    """Return whether any entry of each cell of side × side entries is True; the last cells may be cut."""
+    if side == 1:
+        return mask
+    # Row of cells by row of cells: a mask of pixels may be large.
+    rows = [part.any(dim=0) for part in mask.split(side)]
+    return torch.stack([F.pad(row, (0, -len(row) % side)).view(-1, side).any(dim=1) for row in rows])

@@ -7,7 +7,10 @@ from torch import Tensor
 
 @runtime_checkable
 class ImageSource(Protocol):
-    """An image of any size that is read by rows, already normalised as the model expects it."""
+    """An image of any size that is read by rows, already normalised as the model expects it.
+
+    A source may also have a `fingerprint`, a string that identifies its pixels: runs can only be resumed with one.
+    """
 
     @property
     def size(self) -> tuple[int, int]:

@@ -89,9 +89,9 @@ class MemoryTokenMap(TokenMap):
             self.memory.madvise(mmap.MADV_DONTNEED, first, length)
 
     def close(self) -> None:
-        """See TokenMap.close."""
+        """See TokenMap.close: rows that are still referred to stay readable, but are lost."""
+        self.release(0, self.height)
         self.tokens = torch.empty(0)
-        self.memory.close()
 
 
 class FileTokenMap(TokenMap):

@@ -78,7 +78,13 @@ def stream_predict_command(
         if head is not None:
             assert outputs[0] is not None
             token_mask = None if mask is None else mask.numpy()
-            classes = ClassMapSink(outputs[0], Coordinates.of(source), probabilities=outputs[1], mask=token_mask)
+            classes = ClassMapSink(
+                outputs[0],
+                Coordinates.of(source),
+                probabilities=outputs[1],
+                mask=token_mask,
+                mask_stride=network.reductions[0],
+            )
             sinks[LAST_MAP] = HeadSink(head.weight, head.bias, classes)
         logits = run_stream(network, source, mask, sinks, streamed)
     if head is None:

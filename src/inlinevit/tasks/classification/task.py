@@ -96,6 +96,8 @@ class Teacher(nn.Module):
 class ImageTask(Task):
     """A task with labels of whole images; its config has `data`, `augment` and `model`."""
 
+    supports_sequence = True
+
     train_source: ImageSource | ShardSource
     eval_source: ImageSource | ShardSource
     # The input of the model, and the transform of training images.

@@ -72,6 +72,8 @@ def stream(
     Returns:
         What `model(image)` returns: logits (1, classes).
     """
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}: it should be at least 1")
     streamer = Streamer(model, image, mask, features or {}, progress)
     plan = streamer.plan(
         parse_bytes(memory), can_spill=spill is not None, must_spill=resume is not None, rows=chunk_rows
@@ -171,11 +173,12 @@ class Streamer:
         for index, stage in enumerate(self.model.stage_list()):
             self.stages.append(StreamedStage(stage, size, f"stages.{index}"))
             size = self.stages[-1].feat_size
-        self.given_mask = mask
+        self.given_mask = mask = None if mask is None else mask.cpu()
         if mask is not None:
             if any(is_reduced(one) for stage in self.stages for one in stage.passes):
                 raise ValueError("a mask cannot be used with reduced keys and values (sr_ratio): leave out the mask")
-            masks = stage_masks(mask, self.image_size, [stage.feat_size for stage in self.stages])
+            grids = [stage.feat_size for stage in self.stages]
+            masks = stage_masks(mask, self.image_size, grids, self.model.reductions)
             for streamed, one in zip(self.stages, masks, strict=True):
                 streamed.mask = one
         self.sinks = dict(features)
@@ -237,7 +240,7 @@ class Streamer:
         try:
             summary = start_summary(stage.passes[0], prefix)
             rows_per_chunk = self.memory_plan.chunk_rows[index]
-            read = self.source.rows if previous is None else map_reader(previous)
+            read = self.read_pixels if previous is None else map_reader(previous)
             for top, rows in embed_rows(stage.geometry, read, rows_per_chunk):
                 bottom = top + len(rows)
                 if positions is not None:
@@ -255,6 +258,17 @@ class Streamer:
         except BaseException:
             tokens.close()
             raise
+
+    def read_pixels(self, top: int, bottom: int) -> Tensor:
+        """Return rows of the image, (channels, rows, width)."""
+        rows = self.source.rows(top, bottom)
+        expected = (self.source.channels, bottom - top, self.image_size[1])
+        if tuple(rows.shape) != expected or rows.dtype != torch.float32:
+            raise ValueError(
+                f"the image source should give float32 rows of shape {expected}, but it gave {rows.dtype} of shape "
+                f"{tuple(rows.shape)}"
+            )
+        return rows
 
     def resume_stage(self, index: int, position: Position) -> tuple[TokenMap, Tensor]:
         """Continue a stage after its last complete pass; returns as run_stage."""
@@ -474,9 +488,11 @@ class Streamer:
 
     def fingerprint(self) -> str:
         """Return what identifies the run in a checkpoint."""
-        image: object = getattr(self.source, "fingerprint", None)
-        if isinstance(self.source, TensorSource):
-            image = self.source.image
+        image: object = self.source.image if isinstance(self.source, TensorSource) else None
+        if image is None:
+            image = getattr(self.source, "fingerprint", None)
+            if not isinstance(image, str):
+                raise ValueError("this image source has no fingerprint, by which it is recognised: leave out resume")
         mask: object = self.given_mask
         return fingerprint_of(self.model, repr(self.model), self.image_size, ("image", image), ("mask", mask))
 
