@@ -27,7 +27,6 @@ from inlinevit.engine.setup import (
     shard_model,
 )
 from inlinevit.layers import Block
-from inlinevit.tasks import TASKS
 from tests.engine.toy import MODELS, Mlp, make_model, make_trainer, settings
 
 LR, MIN_LR, WARMUP_LR = 0.1, 0.01, 0.001
@@ -269,16 +268,9 @@ def test_where_processes_cannot_share_images() -> None:
     config = TrainConfig(parallel=ParallelConfig(sequence=2))
     with pytest.raises(ValueError, match=r"parallel\.sequence .* this task has maps .*: set --parallel\.sequence 1"):
         make_mesh(one, config, supports_sequence=False)
-    with pytest.raises(
-        ValueError, match=r"parallel\.sequence is 2, but the number of processes is 1: start a multiple"
-    ):
+    with pytest.raises(ValueError, match=r"parallel\.sequence is 2, but the number of processes is 1: start"):
         make_mesh(one, config, supports_sequence=True)
     config.run.compile = True
     with pytest.raises(ValueError, match=r"run\.compile does not compile .*: leave it out"):
         make_mesh(one, config, supports_sequence=True)
     assert make_mesh(one, TrainConfig(run=RunConfig(compile=True)), supports_sequence=False) is None
-
-
-def test_tasks_whose_images_can_be_shared() -> None:
-    shared = [name for name, entry in TASKS.items() if entry.load_task().supports_sequence]
-    assert shared == ["classification", "multilabel"]
