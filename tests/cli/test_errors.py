@@ -13,6 +13,7 @@ from inlinevit.cli import models
 FULL_DISK = OSError(errno.ENOSPC, "No space left on device")
 NO_FILE = FileNotFoundError(errno.ENOENT, "No such file or directory", "/nowhere/file")
 NO_PEER = RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:7053")
+NO_ANSWER = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation")
 NO_PACKAGE = ModuleNotFoundError("No module named 'pycocotools'", name="pycocotools")
 
 
@@ -22,6 +23,7 @@ NO_PACKAGE = ModuleNotFoundError("No module named 'pycocotools'", name="pycocoto
         (FULL_DISK, "free some and run the same command again"),
         (NO_FILE, "error: /nowhere/file cannot be used (No such file or directory): check the path"),
         (NO_PEER, "another process has ended before this one: see its message"),
+        (NO_ANSWER, "another process has not answered within the time-out: look for it on its machine"),
         (NO_PACKAGE, "pip install 'inlinevit[detection]'"),
     ],
 )

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -15,11 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from inlinevit.engine.config import OptimizerConfig, RunConfig, ScheduleConfig
+from inlinevit.engine.config import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, TrainConfig
 from inlinevit.engine.setup import (
     build_on_meta,
     convert_batch_norms,
     make_ema,
+    make_mesh,
     make_optimizer,
     make_scheduler,
     shard_model,
@@ -259,3 +261,16 @@ def test_batch_norms_see_all_processes() -> None:
         torch.testing.assert_close(convert_batch_norms(backbone, accelerator(2, "cuda")).eval()(images), before)
     with pytest.raises(ValueError, match="needs processes with a GPU each"):
         convert_batch_norms(model(), accelerator(2, "cpu"))
+
+
+def test_where_processes_cannot_share_images() -> None:
+    one = Mock(num_processes=1)
+    config = TrainConfig(parallel=ParallelConfig(sequence=2))
+    with pytest.raises(ValueError, match=r"parallel\.sequence .* this task has maps .*: set --parallel\.sequence 1"):
+        make_mesh(one, config, supports_sequence=False)
+    with pytest.raises(ValueError, match=r"parallel\.sequence is 2, but the number of processes is 1: start"):
+        make_mesh(one, config, supports_sequence=True)
+    config.run.compile = True
+    with pytest.raises(ValueError, match=r"run\.compile does not compile .*: leave it out"):
+        make_mesh(one, config, supports_sequence=True)
+    assert make_mesh(one, TrainConfig(run=RunConfig(compile=True)), supports_sequence=False) is None

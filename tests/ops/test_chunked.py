@@ -35,7 +35,7 @@ def test_values_and_gradients_equal_the_unchunked(feature_map, masked):
         torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), leaves), expected_grads, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("feature_map", ["identity", "exp", "relu_affine"])
+@pytest.mark.parametrize("feature_map", ["identity", "relu_affine"])
 def test_gradcheck(feature_map):
     leaves = draw_problem(tokens=5, queries=3, affine=feature_map == "relu_affine")
     mask = torch.tensor([[True] * 5, [True, False, True, True, False]])

@@ -51,9 +51,7 @@ def test_rows_of_processes(height: int, reductions: list[int], processes: int, b
 
 
 def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="an image of 64 rows has 2 rows of tokens in the last stage, which 3 processes"
-    ):
+    with pytest.raises(ValueError, match="an image of 64 rows has 2 rows of tokens in the last stage, which 3"):
         split_rows(64, [4, 32], Group(0, 3))
 
 

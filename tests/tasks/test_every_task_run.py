@@ -108,3 +108,8 @@ def test_half_precision(task: str, run: Path, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="fp16 needs a GPU"):
             eval_command(entry.load_task(), str(run), options(precision="fp16"))
+
+
+@every_task
+def test_which_tasks_share_images_between_processes(task: str) -> None:
+    assert TASKS[task].load_task().supports_sequence == (task in ("classification", "multilabel"))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import did_you_mean, require
-from .config import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig
+from .config import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, TrainConfig
 from .runs import recorded_attentions, require_attentions
 
 # Schedules that are functions of the step.
@@ -102,20 +102,35 @@ def make_train_accelerator(run: RunConfig, parallel: ParallelConfig) -> Accelera
     return accelerator
 
 
-def make_mesh(accelerator: Accelerator, parallel: ParallelConfig) -> DeviceMesh | None:
+def make_mesh(accelerator: Accelerator, config: TrainConfig, supports_sequence: bool) -> DeviceMesh | None:
     """Return the processes as a mesh with the dimensions `data` and `sequence`; None if no image is shared.
 
     Consecutive processes share an image.
+
+    Args:
+        accelerator: The processes.
+        config: The run.
+        supports_sequence: Whether images of the task can be shared.
     """
-    processes, sequence = accelerator.num_processes, parallel.sequence
+    processes, sequence = accelerator.num_processes, config.parallel.sequence
     if sequence == 1:
         return None
+    require(
+        supports_sequence,
+        "parallel.sequence shares images of classification models between processes, and this task has maps that are "
+        "not split: set --parallel.sequence 1",
+    )
+    require(
+        not config.run.compile,
+        "run.compile does not compile models whose images are shared between processes: leave it out, or set "
+        "--parallel.sequence 1",
+    )
     require(
         processes % sequence == 0,
         f"parallel.sequence is {sequence}, but the number of processes is {processes}: start a multiple of {sequence}, "
         f"such as torchrun --nproc_per_node {sequence} -m inlinevit train …",
     )
-    ranks, timeout = torch.arange(processes).view(-1, sequence), timedelta(minutes=parallel.timeout_minutes)
+    ranks, timeout = torch.arange(processes).view(-1, sequence), timedelta(minutes=config.parallel.timeout_minutes)
     # The groups of init_device_mesh would have torch's time-out.
     groups: list[Any] = [
         torch.distributed.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)

@@ -53,9 +53,8 @@ class Trainer:
     def __init__(self, task: Task, config: TrainConfig) -> None:
         self.task, self.config = task, config
         run = config.run
-        check_parallel(task, config)
         self.accelerator = make_train_accelerator(run, config.parallel)
-        mesh = make_mesh(self.accelerator, config.parallel)
+        mesh = make_mesh(self.accelerator, config, task.supports_sequence)
         # Processes that share images take the same samples, and draw the same random numbers.
         self.data_rank = self.accelerator.process_index if mesh is None else mesh.get_local_rank("data")
         model: Any = run_local_main_first(
@@ -65,8 +64,7 @@ class Trainer:
         self.folder = RunFolder(config, self.accelerator, task.command, task.metadata())
         if run.sync_batch_norm:
             model = convert_batch_norms(model, self.accelerator)
-        if mesh is not None:
-            model = parallelize_sequence(model, mesh["sequence"])
+        model = model if mesh is None else parallelize_sequence(model, mesh["sequence"])
         if run.grad_checkpointing:
             enable_grad_checkpointing(model)
         plan = BatchPlan.initial(
@@ -254,7 +252,6 @@ class Trainer:
         model.eval()
         # Each process has gathered statistics of its own, such as those of batch norms.
         broadcast(list(model.buffers()))
-        # Processes evaluate different images.
         with whole_images(model):
             metrics = self.task.compute_metrics(model, self.accelerator)
         step, value, best = self.progress.step, metrics[self.task.metric], self.progress.best
@@ -300,19 +297,3 @@ class Trainer:
         raise Diverged(
             f"{what} in step {step} (learning rate {lr:.3g}, {state}): weights and batch are in {folder}; {remedy}"
         )
-
-
-def check_parallel(task: Task, config: TrainConfig) -> None:
-    """Refuse to share images between processes where that is not possible."""
-    if config.parallel.sequence == 1:
-        return
-    require(
-        task.supports_sequence,
-        "parallel.sequence shares the images of classification models between processes, and this task has maps that "
-        "are not split: set --parallel.sequence 1",
-    )
-    require(
-        not config.run.compile,
-        "run.compile does not compile models whose images are shared between processes: leave it out, or set "
-        "--parallel.sequence 1",
-    )

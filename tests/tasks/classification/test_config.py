@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from inlinevit.cli.train import parse_config
 from inlinevit.engine.config import (
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     ScheduleConfig,
     TrainConfig,
@@ -39,6 +40,7 @@ SECTIONS: dict[str, Callable[..., Any]] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "run": RunConfig,
+    "parallel": ParallelConfig,
 }
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -93,6 +95,8 @@ REFUSED: dict[str, list[Any]] = {
     "run.log_every": [0],
     "run.ema_decay": [-0.1, 1.0],
     "run.ema_batch_size": [-1],
+    "parallel.sequence": [0, -1, 2000],
+    "parallel.timeout_minutes": [0.0, -1.0, NAN],
 }
 
 # Values at the edge that are still good.
