@@ -279,6 +279,11 @@ def store_in_openvino(model: Any, metadata: ExportedMetadata) -> None:
     model.set_rt_info(metadata.to_json(), [METADATA_KEY])
 
 
+def read_from_onnx(model: Any, origin: str) -> ExportedMetadata:
+    """Read the metadata of an onnx.ModelProto; ValueError if there are none, or they are damaged."""
+    return _read(next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None), origin)
+
+
 def read_from_session(session: Any, origin: str) -> ExportedMetadata:
     """Read the metadata of an onnxruntime.InferenceSession; ValueError if there are none, or they are damaged."""
     text = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
