@@ -11,7 +11,7 @@ import pytest
 
 # Runtimes of the extra `bench`. A process that has loaded all of them may abort when it forks data-loader workers
 # later, so the fast tests do without them; the slow ones have them.
-RUNTIMES = ("openvino", "nncf", "onnxruntime", "onnxscript")
+RUNTIMES = ("openvino", "nncf", "onnxscript")
 
 
 def pytest_configure(config: pytest.Config) -> None:
