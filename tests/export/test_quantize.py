@@ -13,8 +13,9 @@ from PIL import Image
 from inlinevit.engine.exported import store_in_onnx
 from inlinevit.engine.exported_model import ExportedModel
 from inlinevit.export import quantize as module
+from inlinevit.export.int8 import CLASSES_KEY, onnx_layers, quantize_onnx
 from inlinevit.export.quantization_data import ALTERNATING, Inputs, make_transform, open_inputs, spaced
-from inlinevit.export.quantize import CLASSES_KEY, compare, onnx_layers, quantize, quantize_onnx
+from inlinevit.export.quantize import compare, quantize
 from tests.engine.exported_files import make_metadata, make_model
 
 CLASSES = ("ant", "bee")

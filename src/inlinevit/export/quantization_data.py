@@ -27,7 +27,6 @@ from ..tasks.classification.predictor import exported_spec
 from ..tasks.classification.shards import ShardSource
 from ..tasks.classification.sources import DEFAULT_EVAL_SHARE, SubsetSource, labels_by_name, open_source
 from ..tasks.classification.transforms import evaluation_transform
-from ..tasks.segmentation.predictor import resized_tensor
 from ..utils.validation import require
 
 Array = NDArray[np.float32]
@@ -121,6 +120,9 @@ def make_transform(metadata: ExportedMetadata) -> InputTransform:
     if own.size is not None:
         spec = exported_spec(metadata, "the model")
         return InputTransform(spec.pixel_format, own.max_pixels, evaluation_transform(spec))
+    # Here, because it needs the packages of segmentation.
+    from ..tasks.segmentation.predictor import resized_tensor
+
     bands = None if own.bands is None else tuple(own.bands)
     pixel_range: Any = tuple(own.range) if isinstance(own.range, list | tuple) else own.range
     min_size = (metadata.inference or {}).get("min_size")
