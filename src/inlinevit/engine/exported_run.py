@@ -82,9 +82,8 @@ def require_task(file: str, metadata: ExportedMetadata, task: str) -> None:
 def open_exported_to_evaluate(config_class: type[AnyConfig], file: str, options: EvalOptions) -> ExportedRun[AnyConfig]:
     """Return the run of an exported model for `eval`, which has to name the data."""
     run = open_exported(config_class, file, read_metadata(file))
-    given = options.data.overrides().keys()
     require(
-        not given.isdisjoint(options.data.source_fields),
+        not options.data.overrides().keys().isdisjoint(("path", "eval_path")),
         f"{file} does not store the data of its run: name those to evaluate on with --data.path",
     )
     return run
