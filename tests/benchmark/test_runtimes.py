@@ -43,7 +43,7 @@ def mlp_candidate(name="mlp", width=32):
 
 
 def test_a_small_model_is_measured_in_all_other_runtimes():
-    results = measure("model", model_comparisons([TINY], [32], [1]), OTHERS, QUICK)
+    results = measure("model", model_comparisons([TINY], [64], [1]), OTHERS, QUICK)
     assert results.notes == []
     found = [(one.mode, one.runtime, one.precision) for one in results.measurements]
     assert found == [
