@@ -49,7 +49,7 @@ def quantize_onnx(model: Any, images: Iterable[Array]) -> Any:
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
+    class Reader(CalibrationDataReader):
         """Passes the calibration images on."""
 
         def __init__(self) -> None:

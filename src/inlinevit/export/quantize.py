@@ -51,8 +51,8 @@ def quantize(
     calibration, evaluation = open_inputs(data, metadata, calibration_images, evaluation_images)
     is_onnx = metadata.format == "onnx"
     quantized = quantize_onnx(model, calibration) if is_onnx else quantize_openvino(model, calibration)
-    runs = [(_onnx_run if is_onnx else _openvino_run)(one) for one in (model, quantized)]
-    figures = compare(*runs, evaluation, metadata.task)
+    open_model = _onnx_run if is_onnx else _openvino_run
+    figures = compare(open_model(model), open_model(quantized), evaluation, metadata.task)
     least = figures["cosine"]
     # NaN does not agree with anything.
     require(
