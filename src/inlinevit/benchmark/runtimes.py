@@ -7,12 +7,10 @@ timed.
 """
 
 import inspect
-import io
 import logging
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from ..engine.exported import INPUT_NAME, LOGITS_NAME
 from ..engine.exported_model import compile_openvino, import_openvino, onnx_session
 from ..export.int8 import quantize_onnx, quantize_openvino
-from ..export.onnx import to_onnx
+from ..export.onnx import quiet_conversion, to_onnx
 from ..export.openvino import to_openvino
 from ..export.program import export_program
 from ..models._inline_vit import InLineViT
@@ -183,22 +181,13 @@ def onnx_model(module: nn.Module, x: Tensor, dynamic: bool) -> Any:
 @contextmanager
 def conversion(target: str) -> Iterator[None]:
     """A context for the conversion of a module to another runtime: without gradients, warnings and progress bars."""
-    names = ("torch.onnx", "torch.utils.cpp_extension", "onnxscript", "onnx_ir")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
-        with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), quiet_conversion():
             yield
     # Converters raise exceptions of many types for operators that they do not know.
     except Exception as error:
         cause = str(error).strip().partition("\n")[0]
         raise LeftOut(f"it cannot be converted to {target} ({cause or type(error).__name__})") from error
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 ONNX_PACKAGES = ("onnxruntime", "onnx", "onnxscript")

@@ -11,9 +11,7 @@ saturate otherwise.
 
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from io import StringIO
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from numpy.typing import NDArray
 from ..engine.exported import INPUT_NAME
 from ..engine.exported_model import import_openvino
 from ..utils.validation import require
+from .onnx import quiet_conversion
 
 Array = NDArray[np.float32]
 # Operators that are quantized if they are linear layers or convolutions.
@@ -72,7 +71,7 @@ def quantize_onnx(model: Any, images: Iterable[Array]) -> Any:
         # Ranges are means over the images: the outliers of single images would cost all others precision.
         "CalibMovingAverage": True,
     }
-    with tempfile.TemporaryDirectory() as folder, _quiet("root"):
+    with tempfile.TemporaryDirectory() as folder, quiet_conversion():
         file = Path(folder) / "int8.onnx"
         quantize_static(
             original,
@@ -146,14 +145,15 @@ def quantize_openvino(model: Any, images: Sequence[Array]) -> Any:
         images: Inputs for calibration, each (batch, channels, height, width).
     """
     import_openvino()
-    import nncf
-    from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, OverflowFix
+    with quiet_conversion():
+        import nncf
+        from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, OverflowFix
 
-    layers = openvino_layers(model)
-    require(bool(layers), NO_LAYERS)
-    # Everything else that NNCF could quantize is left as it is.
-    others = [one.get_friendly_name() for one in model.get_ordered_ops() if one.get_friendly_name() not in layers]
-    with _quiet("nncf"), redirect_stdout(StringIO()):
+        layers = openvino_layers(model)
+        require(bool(layers), NO_LAYERS)
+        # Everything else that NNCF could quantize is left as it is.
+        names = (node.get_friendly_name() for node in model.get_ordered_ops())
+        others = [name for name in names if name not in layers]
         nncf.set_log_level(logging.ERROR)
         return nncf.quantize(
             model,
@@ -185,15 +185,3 @@ def openvino_layers(model: Any) -> set[str]:
                 if constant.get(sources[1]) in wanted:
                     found.add(name)
     return found
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """A context in which a logger reports errors only."""
-    logger = logging.getLogger(None if name == "root" else name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
