@@ -13,6 +13,11 @@ EXTRAS = {
     "yaml": "train",
     "pycocotools": "detection",
     "segmentation_models_pytorch": "segmentation",
+    "onnx": "export",
+    "onnxruntime": "export",
+    "onnxscript": "export",
+    "openvino": "export",
+    "nncf": "export",
 }
 
 
