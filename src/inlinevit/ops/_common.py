@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
@@ -56,7 +55,12 @@ def holds(condition: bool) -> bool:
 
     In an exported graph, a branch on the size of the example would be wrong for other sizes.
     """
-    return statically_known_true(condition) if is_exporting() else bool(condition)
+    if not is_exporting():
+        return bool(condition)
+    # Here, because it imports sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
