@@ -11,6 +11,7 @@ from torch.export import Dim, ExportedProgram
 from ..engine.exported import MOST_PIXELS
 from ..layers import ResamplePosEmbed
 from ..layers.embed import resample_by_products
+from ..ops._common import is_symbolic
 from ..utils.validation import require
 
 # The shape of the example that is recorded: nothing depends on it, and no two of its lengths are equal.
@@ -24,7 +25,7 @@ class ResampleByProducts(ResamplePosEmbed):
 
     def forward(self, pos_embed: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """See ResamplePosEmbed.forward."""
-        if feat_size == self.grid and isinstance(feat_size[0], int) and isinstance(feat_size[1], int):
+        if not is_symbolic(*feat_size) and feat_size == self.grid:
             return pos_embed
         return resample_by_products(pos_embed, self.grid, feat_size, self.num_prefix_tokens, self.interpolation)
 

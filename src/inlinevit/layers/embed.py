@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_function, resample_abs_pos_embed
 from torch import Tensor, nn
 
-from ..ops._common import holds, is_exporting
+from ..ops._common import holds, is_exporting, is_symbolic
 
 
 @register_notrace_function
@@ -139,7 +139,7 @@ def resample_pos_embed(
     pos_embed: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int, interpolation: str
 ) -> Tensor:
     """Resize position embeddings (1, prefix + H·W, dim) from one grid to another."""
-    if is_exporting() and not (isinstance(new[0], int) and isinstance(new[1], int)):
+    if is_exporting() and is_symbolic(*new):
         return resample_by_products(pos_embed, old, new, num_prefix_tokens, interpolation)
     return resample_abs_pos_embed(
         pos_embed,

@@ -50,6 +50,11 @@ def is_exporting() -> bool:
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
+def is_symbolic(*sizes: object) -> bool:
+    """Return whether one of the sizes is a symbol, whose value is known when the graph runs."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def holds(condition: bool) -> bool:
     """Return whether a condition on sizes holds; for symbols, whether it holds for all sizes that they stand for.
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import holds
+from ._common import holds, is_symbolic
 
 
 class Windows(NamedTuple):
@@ -96,7 +96,7 @@ def window_reverse(x: Tensor, windows: Windows) -> Tensor:
 
 def roll(x: Tensor, down: int, right: int) -> Tensor:
     """Roll maps (batch, H, W, channels) down and to the right."""
-    if isinstance(down, int) and isinstance(right, int):
+    if not is_symbolic(down, right):
         return torch.roll(x, shifts=(down, right), dims=(1, 2))
     # Runtimes have no operator that rolls by a computed distance.
     for dim, shift in ((1, down), (2, right)):
