@@ -12,8 +12,8 @@ from ..ops._common import holds, is_exporting, is_symbolic
 def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
     """Pad x (batch, channels, H, W) with zeros at the bottom and on the right, up to the next multiple."""
     height, width = x.shape[-2:]
-    # Sizes of exported graphs are easier to compare if no remainder is in them.
-    bottom, right = (-(-length // multiple) * multiple - length for length in (height, width))
+    # No negative number is divided: runtimes round such quotients towards zero, Python rounds them down.
+    bottom, right = ((length + multiple - 1) // multiple * multiple - length for length in (height, width))
     return x if holds(bottom == 0) and holds(right == 0) else F.pad(x, (0, right, 0, bottom))
 
 
