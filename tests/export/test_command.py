@@ -72,7 +72,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["inline_deit_tiny", "--format", "openvino", "--output", "{}/model.onnx"], "should end in .xml"),
         (["inline_deit_tiny", "--output", "{}"], "is a folder"),
         (["inline_deit_tiny", "--output", "/dev/null"], "is a stream"),
-        (["inline_deit_tiny", "--output", "{}/file/model.onnx"], "is not a folder"),
+        (["inline_deit_tiny", "--output", "{}/file/model.onnx"], "cannot be a folder of results"),
         (["inline_deit_tiny", "--quantize", "int8"], "--quantize and --data need each other"),
         (["inline_deit_tiny", "--half", "--quantize", "int8", "--data", "x"], "leave out one of them"),
     ],
