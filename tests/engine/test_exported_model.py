@@ -188,7 +188,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.onnx")
     with pytest.raises(OSError, match="is a named pipe, not a regular file"):
         ExportedModel(tmp_path / "model.onnx")
-    with pytest.raises(FileNotFoundError, match="no file at .*other.onnx: name the file of an exported model"):
+    with pytest.raises(FileNotFoundError, match=r"no file at .*other\.onnx: name the file of an exported model"):
         ExportedModel(tmp_path / "other.onnx")
 
 
