@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-# Runtimes of the extra `bench`. A process that has loaded all of them may abort when it forks data-loader workers
-# later, so the fast tests do without them; the slow ones have them.
-RUNTIMES = ("openvino", "nncf", "onnxruntime", "onnxscript")
+# Runtimes of the extra `export` but ONNX Runtime. A process that had loaded all of them has once aborted when it forked
+# data-loader workers later, so the fast tests do without these; the slow ones have them.
+RUNTIMES = ("openvino", "nncf", "onnxscript")
 
 
 def pytest_configure(config: pytest.Config) -> None:

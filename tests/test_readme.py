@@ -10,6 +10,7 @@ from PIL import Image
 from inlinevit import cli
 from inlinevit.cli.commands import Command, resolve
 from tests import ROOT, slow_except
+from tests.engine.exported_files import write_model
 
 from .tasks.detection.conftest import draw_coco
 from .tasks.detection.runs import make_run as make_detection_run
@@ -72,6 +73,7 @@ def runs(tmp_path_factory):
         cli.main(shortened(next(words for words in shell_lines(README) if words[:2] == ["inlinevit", "train"])))
     make_detection_run(folder / "runs/detector", box_score_thresh=0.0)
     make_segmentation_run(folder / "runs/segmenter")
+    write_model(folder / "model.onnx")
     return folder
 
 

@@ -134,6 +134,23 @@ GOALS = [
         ],
         at_most=True,
     ),
+    *(
+        Goal(
+            f"exported DeiT-T over exported softmax in {name}, {precision}",
+            "export",
+            speed_ups(
+                INLINE_DEIT,
+                f"{INLINE_DEIT}:attention=softmax",
+                (640, 1024),
+                (2, 2),
+                (2.5, 4),
+                precision=precision,
+                mode=f"exported-{runtime}{'-int8' if precision == 'int8' else ''}",
+            ),
+        )
+        for runtime, name in (("onnxruntime", "ONNX Runtime"), ("openvino", "OpenVINO"))
+        for precision in ("float32", "int8")
+    ),
     Goal(
         "training step of InLine-DeiT-T over that without native kernels, eight images",
         "training",

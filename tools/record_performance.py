@@ -44,6 +44,11 @@ NATIVE_SOFTMAX = " ".join(
     for attention in ("", ":attention=softmax")
     for mode in ("optimized", "optimized-int8")
 )
+# Files as `inlinevit export` writes them, of the same architecture with InLine and with softmax attention.
+EXPORTED = "--models inline_deit_tiny inline_deit_tiny:attention=softmax --sizes 224 640 1024 --batches 1"
+EXPORTED_MODES = " ".join(
+    f"exported-{name}" for name in ("onnxruntime", "onnxruntime-int8", "openvino", "openvino-int8")
+)
 ALL_RUNTIMES = "eager compiled optimized optimized-int8 openvino openvino-int8 onnxruntime"
 COMMANDS = {
     "resolution": Record(
@@ -66,6 +71,7 @@ COMMANDS = {
     ),
     "accuracy": Record(f"{BENCH} accuracy --modes optimized openvino --rounds 10 --patience 5", 6),
     "runtimes": Record(f"{BENCH} model --sizes 224 --batches 1 --modes {ALL_RUNTIMES} --rounds 50 --patience 15", 2),
+    "export": Record(f"{BENCH} model {EXPORTED} --modes {EXPORTED_MODES} --rounds 20 --patience 12", 12),
     "detection": Record(f"{BENCH} detection --rounds 3", 4),
     "detection-training": Record(f"{BENCH} detection --backward --rounds 2", 12),
 }

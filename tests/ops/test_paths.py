@@ -15,6 +15,7 @@ PARAMS = PathParams(
     dtype=torch.float32,
     device="cpu",
     eager=True,
+    exporting=False,
     unavailable={},
 )
 # A graph is recorded, of tokens in one window.

@@ -25,7 +25,20 @@ FAMILIES: dict[str, dict[str, str | None]] = {
 
 
 # How a candidate can be run; runtimes.MODES has the functions.
-ALL_MODES = ["eager", "compiled", "optimized", "optimized-int8", "openvino", "openvino-int8", "onnxruntime"]
+ALL_MODES = [
+    "eager",
+    "compiled",
+    "optimized",
+    "optimized-int8",
+    "openvino",
+    "openvino-int8",
+    "onnxruntime",
+    "onnxruntime-int8",
+    "exported-onnxruntime",
+    "exported-onnxruntime-int8",
+    "exported-openvino",
+    "exported-openvino-int8",
+]
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ BENCHES = {
             "modes": ["eager", "compiled"],
         },
         {"tokens": [196, 1600, 4096], "modes": ["eager"]},
-        modes=[mode for mode in ALL_MODES if not mode.startswith("optimized")],
+        modes=[mode for mode in ALL_MODES if not mode.startswith(("optimized", "exported"))],
     ),
     "model": Bench(
         "any models of timm, side by side",
@@ -122,6 +135,6 @@ OPTIONS_HELP = {
     "batches": "images per call",
     "families": f"some of {', '.join(FAMILIES)}",
     "windows": "side lengths of the windows in tokens; all are compared with InLine at the first",
-    "modes": f"some of {', '.join(ALL_MODES)}; optimized is for models of this package; openvino, openvino-int8 and "
-    "onnxruntime need the extra bench",
+    "modes": f"some of {', '.join(ALL_MODES)}; optimized is for models of this package; exported is for images of "
+    "any size, as `inlinevit export` writes models; openvino and onnxruntime need the extra bench",
 }

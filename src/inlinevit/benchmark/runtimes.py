@@ -7,20 +7,26 @@ timed.
 """
 
 import inspect
-import io
 import logging
-import sys
-import warnings
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..engine.exported import INPUT_NAME, LOGITS_NAME
+from ..engine.exported_model import compile_openvino, import_openvino, onnx_session
+from ..export.int8 import quantize_onnx, quantize_openvino
+from ..export.onnx import quiet_conversion, to_onnx
+from ..export.openvino import to_openvino
+from ..export.program import export_program
 from ..models._inline_vit import InLineViT
 from ..models.inference import optimize_for_inference
 from ..utils.validation import require
@@ -102,20 +108,20 @@ def prepare_openvino_int8(module: nn.Module, x: Tensor, threads: int) -> Call:
         import nncf
 
         nncf.set_log_level(logging.ERROR)
-        generator = torch.Generator().manual_seed(SEED + 1)
-        inputs = [torch.randn(x.shape, generator=generator).numpy() for _ in range(CALIBRATION_INPUTS)]
-        quantized = nncf.quantize(
-            model, nncf.Dataset(inputs), subset_size=CALIBRATION_INPUTS, model_type=nncf.ModelType.TRANSFORMER
-        )
+        dataset = nncf.Dataset(calibration_inputs(x))
+        quantized = nncf.quantize(model, dataset, subset_size=CALIBRATION_INPUTS, model_type=nncf.ModelType.TRANSFORMER)
         return openvino_call(quantized, x, threads)
+
+
+def calibration_inputs(x: Tensor) -> list[Any]:
+    """Return random arrays of the shape of an input, for calibration."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    return [torch.randn(x.shape, generator=generator).numpy() for _ in range(CALIBRATION_INPUTS)]
 
 
 def openvino_model(module: nn.Module, x: Tensor) -> Any:
     """Return a model of OpenVINO for inputs of one shape."""
-    # Without this package, OpenVINO and NNCF do not report their use to their makers.
-    cast(dict[str, Any], sys.modules).setdefault("openvino_telemetry", None)
-    import openvino
-
+    openvino = import_openvino()
     # The check would trace a second time, and compare graphs in which constants have other names.
     traced = torch.jit.trace(module, x, check_trace=False)
     return openvino.convert_model(traced, example_input=x, input=[tuple(x.shape)])
@@ -123,16 +129,8 @@ def openvino_model(module: nn.Module, x: Tensor) -> Any:
 
 def openvino_call(model: Any, x: Tensor, threads: int) -> Call:
     """Compile a model of OpenVINO for the shortest time of one call at a time."""
-    import openvino
-
-    # By default, OpenVINO computes in bfloat16 on CPUs that can.
-    config = {
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": "f32",
-    }
-    request = openvino.Core().compile_model(model, "CPU", config).create_infer_request()
-    request.set_input_tensor(openvino.Tensor(x.numpy(), shared_memory=True))
+    request = compile_openvino(model, threads).create_infer_request()
+    request.set_input_tensor(import_openvino().Tensor(x.numpy(), shared_memory=True))
     outputs = range(len(model.outputs))
 
     def call() -> list[Tensor]:
@@ -142,47 +140,57 @@ def openvino_call(model: Any, x: Tensor, threads: int) -> Call:
     return call
 
 
-def prepare_onnxruntime(module: nn.Module, x: Tensor, threads: int) -> Call:
-    """Export a module to ONNX and run it by ONNX Runtime."""
-    with conversion("ONNX"):
-        import onnxruntime
+def prepare_onnxruntime(
+    module: nn.Module, x: Tensor, threads: int, *, dynamic: bool = False, int8: bool = False
+) -> Call:
+    """Export a module to ONNX and run it by ONNX Runtime.
 
-        program = torch.onnx.export(module, (x,), dynamo=True, verbose=False)
-        assert program is not None
-        content = program.model_proto.SerializeToString()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        # Threads wait for work actively during a call, which is faster, but not between calls.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        (argument,) = session.get_inputs()
-    inputs = {argument.name: x.numpy()}
+    Args:
+        module: The module.
+        x: Its input.
+        threads: Threads of ONNX Runtime.
+        dynamic: Whether the file takes inputs of any size, as `inlinevit export` writes it.
+        int8: Whether it is quantized.
+    """
+    with conversion("ONNX"):
+        model = onnx_model(module, x, dynamic)
+        model = quantize_onnx(model, calibration_inputs(x)) if int8 else model
+        session = onnx_session(model.SerializeToString(), threads)
+    inputs = {INPUT_NAME: x.numpy()}
     return lambda: [torch.from_numpy(output) for output in session.run(None, inputs)]
+
+
+def prepare_exported_openvino(module: nn.Module, x: Tensor, threads: int, *, int8: bool = False) -> Call:
+    """Export a module for inputs of any size, as `inlinevit export` does, and run it by OpenVINO."""
+    with conversion("OpenVINO"):
+        with tempfile.TemporaryDirectory() as folder:
+            model = to_openvino(onnx_model(module, x, dynamic=True), Path(folder))
+        model = quantize_openvino(model, calibration_inputs(x)) if int8 else model
+        return openvino_call(model, x, threads)
+
+
+def onnx_model(module: nn.Module, x: Tensor, dynamic: bool) -> Any:
+    """Return an onnx.ModelProto of a module for inputs of one shape, or for images of any size."""
+    if dynamic:
+        return to_onnx(export_program(module, x.shape[1]), [LOGITS_NAME])
+    program = torch.onnx.export(module, (x,), dynamo=True, verbose=False, input_names=[INPUT_NAME])
+    assert program is not None
+    return program.model_proto
 
 
 @contextmanager
 def conversion(target: str) -> Iterator[None]:
     """A context for the conversion of a module to another runtime: without gradients, warnings and progress bars."""
-    names = ("torch.onnx", "torch.utils.cpp_extension", "onnxscript", "onnx_ir")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
-        with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), quiet_conversion():
             yield
     # Converters raise exceptions of many types for operators that they do not know.
     except Exception as error:
         cause = str(error).strip().partition("\n")[0]
         raise LeftOut(f"it cannot be converted to {target} ({cause or type(error).__name__})") from error
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
+ONNX_PACKAGES = ("onnxruntime", "onnx", "onnxscript")
 MODES = {
     "eager": Mode("eager", prepare_eager, has_gradients=True),
     "compiled": Mode("compiled", prepare_compiled, has_gradients=True),
@@ -193,7 +201,27 @@ MODES = {
     # NNCF has one range for all tokens, which is inaccurate with random weights that are larger than trained ones. The
     # time does not depend on that, and the cosine is recorded; that of unrelated outputs is about 0.
     "openvino-int8": Mode("openvino", prepare_openvino_int8, "int8", packages=("openvino", "nncf"), min_cosine=0.3),
-    "onnxruntime": Mode("onnxruntime", prepare_onnxruntime, packages=("onnxruntime", "onnx", "onnxscript")),
+    "onnxruntime": Mode("onnxruntime", prepare_onnxruntime, packages=ONNX_PACKAGES),
+    "onnxruntime-int8": Mode(
+        "onnxruntime", partial(prepare_onnxruntime, int8=True), "int8", packages=ONNX_PACKAGES, min_cosine=0.3
+    ),
+    # Models as `inlinevit export` writes them: for images of any size.
+    "exported-onnxruntime": Mode("onnxruntime", partial(prepare_onnxruntime, dynamic=True), packages=ONNX_PACKAGES),
+    "exported-onnxruntime-int8": Mode(
+        "onnxruntime",
+        partial(prepare_onnxruntime, dynamic=True, int8=True),
+        "int8",
+        packages=ONNX_PACKAGES,
+        min_cosine=0.3,
+    ),
+    "exported-openvino": Mode("openvino", prepare_exported_openvino, packages=("openvino", "onnx", "onnxscript")),
+    "exported-openvino-int8": Mode(
+        "openvino",
+        partial(prepare_exported_openvino, int8=True),
+        "int8",
+        packages=("openvino", "nncf", "onnx", "onnxscript"),
+        min_cosine=0.3,
+    ),
 }
 
 

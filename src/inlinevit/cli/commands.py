@@ -64,6 +64,7 @@ COMMANDS: dict[str, Entry] = {
         if task.command
     },
     "features": Entry("write the feature map of an image of any size", partial(from_module, "features")),
+    "export": Entry("write a model as an ONNX file or an OpenVINO model", partial(from_module, "export")),
     "analyze": Entry("measure what the attention of models does", partial(from_module, "analyze")),
     "figure1": Entry("redraw the paper's first figure", partial(from_module, "figure1")),
     "bench": Entry("measure speed and memory", lambda: import_module(f"{__package__}.bench").COMMANDS),

@@ -84,7 +84,9 @@ def add_options(parser: ArgumentParser, source: Callable[..., Any], skip: Sequen
 
 def add_model(parser: ArgumentParser, task: TaskEntry, nargs: str | None = None) -> None:
     """Add the model that a command of a task is given; nargs "?" makes it optional."""
-    about = "folder of a training run" + (", or name of a model" if task.accepts_names else "")
+    kinds = ["folder of a training run", *(["exported model (.onnx, .xml)"] if task.is_exportable else [])]
+    kinds += ["name of a model"] if task.accepts_names else []
+    about = " or ".join([", ".join(kinds[:-1]), kinds[-1]]) if len(kinds) > 1 else kinds[0]
     parser.add_argument("model", nargs=nargs, type=str, metavar="MODEL", help=about)
 
 

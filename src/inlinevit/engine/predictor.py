@@ -41,6 +41,8 @@ from .config import (
 )
 from .distributed import run_local_main_first, run_on_all, run_on_main
 from .evaluator import EvalData, Evaluator
+from .exported_model import ExportedModel
+from .exported_run import check_exported_device
 from .outputs import check_output_file, check_output_folder
 from .prediction_files import PartialResults, image_ids, job_settings
 from .progress import job_progress
@@ -119,7 +121,10 @@ class Predictor(ABC, Generic[Result]):
 
     def to(self, device: torch.device | str) -> Self:
         """Move the model to a device, such as cuda, and return this predictor."""
-        self.model.to(resolve_device(str(device)))
+        chosen = resolve_device(str(device))
+        if isinstance(self.model, ExportedModel):
+            check_exported_device(self.model.file, chosen.type)
+        self.model.to(chosen)
         return self
 
     @property
@@ -307,7 +312,7 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
         "--device chooses the device of one process, but there are several: leave it out",
     )
     device = accelerator.device if options.device is None else resolve_device(options.device)
-    files, output = run_on_main(accelerator, lambda: _open_files(images, options))
+    files, output = run_on_main(accelerator, lambda: _open_files(model, images, options))
     format = options.chosen_format() if isinstance(options, ClassPredictOptions) else "records"
     is_printed = output is None or is_stream(output)
     _check_output_format(options, format, is_printed=is_printed, processes=accelerator.num_processes)
@@ -342,10 +347,10 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
     return 1 if errors else 0
 
 
-def _open_files(images: Sequence[str], options: PredictOptions) -> tuple[ImageFiles, Path | None]:
+def _open_files(model: str, images: Sequence[str], options: PredictOptions) -> tuple[ImageFiles, Path | None]:
     """Return the images, and the file for their results, if there is to be one; refuse one that must not be written."""
     files = ImageFiles(images)
-    inputs = [*(path for path, _ in files.files), *([options.checkpoint] if options.checkpoint else [])]
+    inputs = [*(path for path, _ in files.files), model, *([options.checkpoint] if options.checkpoint else [])]
     if isinstance(options, DrawingPredictOptions):
         return files, check_output_folder(options.output, [PREDICTIONS_JSON], inputs=inputs) / PREDICTIONS_JSON
     if not isinstance(options, ClassPredictOptions):

@@ -24,6 +24,8 @@ from ..data.batch_plan import BatchPlan
 from ..data.loader import TrainLoader
 from .config import EvalOptions, TrainConfig
 from .evaluator import EvalData, Evaluator, evaluate_model
+from .exported_model import is_exported
+from .exported_run import open_exported_to_evaluate
 from .outputs import check_run_output
 from .predictor import Predictor
 from .runs import Run, open_run, task_of
@@ -101,9 +103,11 @@ class Task(ABC):
 
     @classmethod
     def find_run(cls, model: str | None, options: EvalOptions) -> Run | None:
-        """Open the run that `eval` is given; None if it is given something else that the task accepts."""
+        """Open the run or the exported model that `eval` is given; None if the task accepts something else."""
         if model is None:
             raise ValueError(f"name the folder of a {task_of(cls.config_class)} run")
+        if is_exported(model):
+            return open_exported_to_evaluate(cls.config_class, model, options)
         return open_run(cls.config_class, model)
 
     @classmethod
@@ -117,7 +121,7 @@ class Task(ABC):
         """Load a model with its weights, on the CPU and in evaluation mode, for `eval` or `predict`.
 
         Args:
-            model: The folder of a run, or a name if the task accepts one.
+            model: The folder of a run, the file of an exported model, or a name if the task accepts one.
             options: The options of the command.
         """
 

@@ -5,13 +5,16 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_function, resample_abs_pos_embed
 from torch import Tensor, nn
 
+from ..ops._common import holds, is_exporting, is_symbolic
+
 
 @register_notrace_function
 def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
     """Pad x (batch, channels, H, W) with zeros at the bottom and on the right, up to the next multiple."""
     height, width = x.shape[-2:]
-    bottom, right = -height % multiple, -width % multiple
-    return F.pad(x, (0, right, 0, bottom)) if bottom > 0 or right > 0 else x
+    # No negative number is divided: runtimes round such quotients towards zero, Python rounds them down.
+    bottom, right = ((length + multiple - 1) // multiple * multiple - length for length in (height, width))
+    return x if holds(bottom == 0) and holds(right == 0) else F.pad(x, (0, right, 0, bottom))
 
 
 class ConvEmbed(nn.Module):
@@ -136,6 +139,8 @@ def resample_pos_embed(
     pos_embed: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int, interpolation: str
 ) -> Tensor:
     """Resize position embeddings (1, prefix + H·W, dim) from one grid to another."""
+    if is_exporting() and is_symbolic(*new):
+        return resample_by_products(pos_embed, old, new, num_prefix_tokens, interpolation)
     return resample_abs_pos_embed(
         pos_embed,
         [new[0], new[1]],
@@ -144,3 +149,47 @@ def resample_pos_embed(
         interpolation=interpolation,
         antialias=interpolation == "bicubic",
     )
+
+
+def resample_by_products(
+    pos_embed: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix_tokens: int, interpolation: str
+) -> Tensor:
+    """resample_pos_embed as a product with a matrix for each axis: for sizes that are known when a graph runs.
+
+    Runtimes have no antialiased bicubic interpolation, or another one than torch.
+    """
+    prefix, grid = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    make = {"bicubic": bicubic_matrix, "bilinear": bilinear_matrix}[interpolation]
+    rows, columns = (make(before, after, pos_embed.device) for before, after in zip(old, new, strict=True))
+    dim = pos_embed.shape[2]
+    # (h, w · dim) -> (H, w · dim) -> (w, H · dim) -> (W, H · dim)
+    resized = rows @ grid.float().reshape(old[0], old[1] * dim)
+    resized = resized.reshape(new[0], old[1], dim).transpose(0, 1).reshape(old[1], new[0] * dim)
+    resized = (columns @ resized).reshape(new[1], new[0], dim).transpose(0, 1)
+    resized = resized.reshape(1, new[0] * new[1], dim).to(pos_embed.dtype)
+    return resized if num_prefix_tokens == 0 else torch.cat([prefix, resized], dim=1)
+
+
+def bilinear_matrix(old: int, new: int, device: torch.device) -> Tensor:
+    """Return the weights (new, old) of torch's bilinear interpolation along one axis, without aligned corners."""
+    places = source_places(old, new, device).clamp(0, old - 1)
+    return (1 - (torch.arange(old, device=device) - places[:, None]).abs()).clamp(min=0)
+
+
+def bicubic_matrix(old: int, new: int, device: torch.device) -> Tensor:
+    """Return the weights (new, old) of torch's antialiased bicubic interpolation along one axis."""
+    places = source_places(old, new, device)
+    # Where the map becomes smaller, the filter becomes wider.
+    stretch = torch.full((), new, dtype=torch.float32, device=device).div(old).clamp(max=1)
+    distance = ((torch.arange(old, device=device) - places[:, None]) * stretch).abs()
+    # Keys' cubic convolution with a = -1/2.
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+def source_places(old: int, new: int, device: torch.device) -> Tensor:
+    """Return where the centres of `new` tokens are among `old` ones along the same axis, (new,)."""
+    ratio = old / torch.full((), new, dtype=torch.float32, device=device)
+    return (torch.arange(new, device=device) + 0.5) * ratio - 0.5

@@ -8,14 +8,14 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from .. import kernels, ops
-from ..ops._common import autocast_off
+from ..ops._common import autocast_off, is_exporting
 from ..ops.inline import PATHS, QKV_PATHS, PathParams, select_path
 from ..ops.local import add_convolution
 from ..ops.windows import (
     Windows,
     count_windows,
     covers_map,
-    padded_size,
+    is_padded,
     padding_mask,
     take_head_group,
     window_means,
@@ -84,10 +84,11 @@ class InLineAttention(BaseAttention):
             tokens=x.shape[1] if covers_map(windows) else windows.window_height * windows.window_width,
             channels=self.dim,
             head_dim=self.head_dim,
-            masked=padded_size(windows) != (windows.map_height, windows.map_width),
+            masked=is_padded(windows),
             dtype=dtype,
             device=device,
             eager=kernels.is_eager(x),
+            exporting=is_exporting(),
             unavailable=self.unavailable_paths(dtype, device, groups),
         )
 

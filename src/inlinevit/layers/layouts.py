@@ -10,7 +10,24 @@ partitions and reverses them:
 
 from torch import nn
 
+from ..ops._common import holds
 from ..ops.windows import Windows
+
+
+def window_length(window: int, length: int) -> int:
+    """Return the length of windows along an axis of a map: at most that of the map.
+
+    Where the map has a symbolic length, the window keeps its own: it is then padded and masked if the map is shorter.
+    """
+    return length if holds(length <= window) else window
+
+
+def shift_length(shift: int, window: int, length: int) -> int:
+    """Return how far a map is rolled along an axis: not at all if the window covers it."""
+    if holds(length <= window):
+        return 0
+    # For symbolic lengths: 1 // (1 + window // length) is 0 if the window covers the map, else 1.
+    return shift if holds(length > window) else shift * (1 // (1 + window // length))
 
 
 class WholeMap(nn.Module):
@@ -38,9 +55,8 @@ class SquareWindows(nn.Module):
 
     def forward(self, feat_size: tuple[int, int]) -> list[Windows]:
         """Return the windows of each head group, for a map of size (H, W)."""
-        height, width = min(self.window_size, feat_size[0]), min(self.window_size, feat_size[1])
-        shift_up = self.shift if height < feat_size[0] else 0
-        shift_left = self.shift if width < feat_size[1] else 0
+        height, width = (window_length(self.window_size, length) for length in feat_size)
+        shift_up, shift_left = (shift_length(self.shift, self.window_size, length) for length in feat_size)
         return [Windows(*feat_size, height, width, shift_up=shift_up, shift_left=shift_left)]
 
 
@@ -58,10 +74,10 @@ class CrossStripes(nn.Module):
     def forward(self, feat_size: tuple[int, int]) -> list[Windows]:
         """Return the windows of each head group, for a map of size (H, W)."""
         height, width = feat_size
-        if self.stripe_width >= max(height, width):
+        if holds(self.stripe_width >= height) and holds(self.stripe_width >= width):
             # Both halves of the heads attend to the whole map: a single head group.
             return [Windows(*feat_size, *feat_size)]
         return [
-            Windows(*feat_size, height, min(self.stripe_width, width), head_group=0, num_head_groups=2),
-            Windows(*feat_size, min(self.stripe_width, height), width, head_group=1, num_head_groups=2),
+            Windows(*feat_size, height, window_length(self.stripe_width, width), head_group=0, num_head_groups=2),
+            Windows(*feat_size, window_length(self.stripe_width, height), width, head_group=1, num_head_groups=2),
         ]

@@ -44,6 +44,30 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export records a graph, in which sizes may be symbols."""
+    # Added in torch 2.7.
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
+def is_symbolic(*sizes: object) -> bool:
+    """Return whether one of the sizes is a symbol, whose value is known when the graph runs."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def holds(condition: bool) -> bool:
+    """Return whether a condition on sizes holds; for symbols, whether it holds for all sizes that they stand for.
+
+    In an exported graph, a branch on the size of the example would be wrong for other sizes.
+    """
+    if not is_exporting():
+        return bool(condition)
+    # Here, because it imports sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def needs_gradient(*tensors: Tensor) -> bool:
     """Return whether there may be a backward pass through these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -80,5 +104,5 @@ def unit_length(x: Tensor, dims: list[int], shortest: float = 1e-12) -> Tensor:
 def count_tokens(k: Tensor, mask: Tensor | None) -> Tensor:
     """Return the number of real tokens of each image, (batch or 1, 1, 1, 1), at least 1."""
     if mask is None:
-        return torch.full((1, 1, 1, 1), float(k.shape[-2]), dtype=k.dtype, device=k.device)
+        return torch.full((1, 1, 1, 1), k.shape[-2], dtype=k.dtype, device=k.device)
     return mask.sum(dim=1).clamp(min=1).to(k.dtype)[:, None, None, None]

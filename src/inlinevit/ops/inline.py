@@ -23,6 +23,7 @@ from ._common import (
     default_scale,
     hide_padding,
     hide_pairs,
+    is_exporting,
     promote,
     visible_pairs,
 )
@@ -67,6 +68,7 @@ def inline_attention(
             dtype=q.dtype,
             device=q.device.type,
             eager=False,
+            exporting=is_exporting(),
             unavailable=LAYER_PATHS,
         )
         path = select_path(params, path)
@@ -186,6 +188,7 @@ class PathParams(NamedTuple):
         dtype: Of the tokens.
         device: Where they are, such as "cpu".
         eager: Whether operators are just called, on the CPU: nothing records, counts or transforms them.
+        exporting: Whether torch.export records a graph, where the number of tokens may be unknown.
         unavailable: The paths that cannot be taken, and why.
     """
 
@@ -196,6 +199,7 @@ class PathParams(NamedTuple):
     dtype: torch.dtype
     device: str
     eager: bool
+    exporting: bool
     unavailable: Mapping[str, str]
 
 
@@ -208,13 +212,17 @@ PATHS: dict[str, Callable[[PathParams], bool]] = {
     # Neither q nor k is computed: the weights of q and k are multiplied into the key-value covariance, which is then
     # applied to the tokens. Fewer products and copies where there are many tokens; half precision would lose digits.
     "folded": lambda params: (
-        params.tokens >= 2 * params.channels
+        not params.exporting
+        and params.tokens >= 2 * params.channels
         and params.dtype in (torch.float32, torch.float64)
         and params.device != "meta"
     ),
     # The tokens × tokens matrix, where it is smaller than a head_dim × head_dim one.
-    "explicit": lambda params: params.tokens < params.head_dim and not params.masked and params.device != "meta",
-    # The queries are multiplied by the key-value covariance.
+    "explicit": lambda params: (
+        not params.exporting and params.tokens < params.head_dim and not params.masked and params.device != "meta"
+    ),
+    # The queries are multiplied by the key-value covariance. Exported graphs take it whatever their sizes: it is right
+    # for all of them, and its largest products are with constant weights, which runtimes quantise.
     "covariance": lambda params: True,
 }
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._common import holds, is_symbolic
+
 
 class Windows(NamedTuple):
     """How one map is split for one of the equally large head groups (most layouts have a single head group)."""
@@ -27,14 +29,31 @@ class Windows(NamedTuple):
 
 def covers_map(windows: Windows) -> bool:
     """Return whether there is just one window, so that nothing needs to be partitioned."""
-    return windows.window_height >= windows.map_height and windows.window_width >= windows.map_width
+    return holds(windows.window_height >= windows.map_height) and holds(windows.window_width >= windows.map_width)
+
+
+def is_padded(windows: Windows) -> bool:
+    """Return whether the windows hold padding; with symbolic sizes, whether they may."""
+    height, width = padded_size(windows)
+    return not (holds(height == windows.map_height) and holds(width == windows.map_width))
+
+
+def is_shifted(windows: Windows) -> bool:
+    """Return whether the map is rolled before it is partitioned; with symbolic sizes, whether it may be."""
+    return not (holds(windows.shift_up == 0) and holds(windows.shift_left == 0))
 
 
 def padded_size(windows: Windows) -> tuple[int, int]:
     """Return the size of the map, rounded up to whole windows."""
-    rows = (windows.map_height + windows.window_height - 1) // windows.window_height
-    columns = (windows.map_width + windows.window_width - 1) // windows.window_width
-    return rows * windows.window_height, columns * windows.window_width
+    return (
+        round_up(windows.map_height, windows.window_height),
+        round_up(windows.map_width, windows.window_width),
+    )
+
+
+def round_up(length: int, window: int) -> int:
+    """Return a length, rounded up to whole windows."""
+    return window if holds(length <= window) else (length + window - 1) // window * window
 
 
 def count_windows(windows: Windows) -> int:
@@ -47,16 +66,16 @@ def window_partition(x: Tensor, windows: Windows) -> Tensor:
     """Split tokens (batch, H·W, channels) into windows (batch · windows, tokens of a window, channels)."""
     if covers_map(windows):
         return x
-    channels = x.shape[2]
+    batch, _, channels = x.shape
     height, width = padded_size(windows)
-    x = x.reshape(-1, windows.map_height, windows.map_width, channels)
-    if height > windows.map_height or width > windows.map_width:
+    x = x.reshape(batch, windows.map_height, windows.map_width, channels)
+    if is_padded(windows):
         x = F.pad(x, (0, 0, 0, width - windows.map_width, 0, height - windows.map_height))
-    if windows.shift_up > 0 or windows.shift_left > 0:
-        x = torch.roll(x, shifts=(-windows.shift_up, -windows.shift_left), dims=(1, 2))
+    if is_shifted(windows):
+        x = roll(x, -windows.shift_up, -windows.shift_left)
     down, across = height // windows.window_height, width // windows.window_width
-    x = x.reshape(-1, down, windows.window_height, across, windows.window_width, channels)
-    return x.transpose(2, 3).reshape(-1, windows.window_height * windows.window_width, channels)
+    x = x.reshape(batch, down, windows.window_height, across, windows.window_width, channels)
+    return x.transpose(2, 3).reshape(batch * down * across, windows.window_height * windows.window_width, channels)
 
 
 def window_reverse(x: Tensor, windows: Windows) -> Tensor:
@@ -66,12 +85,24 @@ def window_reverse(x: Tensor, windows: Windows) -> Tensor:
     channels = x.shape[2]
     height, width = padded_size(windows)
     down, across = height // windows.window_height, width // windows.window_width
-    x = x.reshape(-1, down, across, windows.window_height, windows.window_width, channels)
-    x = x.transpose(2, 3).reshape(-1, height, width, channels)
-    if windows.shift_up > 0 or windows.shift_left > 0:
-        x = torch.roll(x, shifts=(windows.shift_up, windows.shift_left), dims=(1, 2))
+    batch = x.shape[0] // (down * across)
+    x = x.reshape(batch, down, across, windows.window_height, windows.window_width, channels)
+    x = x.transpose(2, 3).reshape(batch, height, width, channels)
+    if is_shifted(windows):
+        x = roll(x, windows.shift_up, windows.shift_left)
     x = x[:, : windows.map_height, : windows.map_width]
-    return x.reshape(-1, windows.map_height * windows.map_width, channels)
+    return x.reshape(batch, windows.map_height * windows.map_width, channels)
+
+
+def roll(x: Tensor, down: int, right: int) -> Tensor:
+    """Roll maps (batch, H, W, channels) down and to the right."""
+    if not is_symbolic(down, right):
+        return torch.roll(x, shifts=(down, right), dims=(1, 2))
+    # Runtimes have no operator that rolls by a computed distance.
+    for dim, shift in ((1, down), (2, right)):
+        length = x.shape[dim]
+        x = x.index_select(dim, (torch.arange(length, device=x.device) + (length - shift)) % length)
+    return x
 
 
 def partition_heads(qkv: Tensor, windows: Windows, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +121,7 @@ def partition_heads(qkv: Tensor, windows: Windows, num_heads: int) -> tuple[Tens
     qkv = qkv.view(batch, tokens, 3, num_heads, head_dim)
     group = qkv[:, :, :, windows.head_group * heads : (windows.head_group + 1) * heads]
     group = window_partition(group.flatten(2), windows)
-    q, k, v = group.view(-1, group.shape[1], 3, heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = group.view(group.shape[0], group.shape[1], 3, heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
@@ -101,8 +132,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def window_mask(windows: Windows, device: torch.device) -> Tensor | None:
     """Return which tokens of each window are real: (windows, tokens), True = real; None if nothing is padded."""
-    height, width = padded_size(windows)
-    if height == windows.map_height and width == windows.map_width:
+    if not is_padded(windows):
         return None
     real = torch.ones(1, windows.map_height * windows.map_width, 1, device=device)
     return window_partition(real, windows).squeeze(-1) > 0
@@ -119,7 +149,7 @@ def shift_mask(windows: Windows, device: torch.device) -> Tensor | None:
 
     Rolling moves the map's top rows below its bottom ones. They share a window, but must not attend to each other.
     """
-    if windows.shift_up == 0 and windows.shift_left == 0:
+    if not is_shifted(windows):
         return None
     height, width = padded_size(windows)
     # In rolled coordinates the last shift_up rows and the last shift_left columns came from the other side.

@@ -23,6 +23,7 @@ class TaskEntry:
         recipe: The name of one of its recipes.
         accepts_names: Whether eval and predict take the name of a model in place of the folder of a run.
         needs_model: Whether eval needs either of them.
+        is_exportable: Whether `inlinevit export` takes its models, and eval and predict take exported ones.
     """
 
     name: str
@@ -32,6 +33,7 @@ class TaskEntry:
     recipe: str
     accepts_names: bool = False
     needs_model: bool = True
+    is_exportable: bool = True
 
     def command_line(self, what: str) -> str:
         """Return the words after `inlinevit` for train, eval or predict."""
@@ -64,6 +66,7 @@ _ENTRIES = (
         "object detection and instance segmentation",
         "mask_rcnn_inline_pvt_tiny_1x",
         needs_model=False,
+        is_exportable=False,
     ),
     TaskEntry("segmentation", "Segmentation", "segment", "semantic segmentation", "semantic_fpn_inline_pvt_tiny"),
 )

@@ -12,8 +12,8 @@ from . import TASKS, TaskEntry
 if TYPE_CHECKING:
     from ..engine.predictor import Predictor
 
-# Files of exported models, by their extension.
-EXPORTED = (".onnx", ".pt2")
+# The extension of programs of torch.export.
+PROGRAM = ".pt2"
 # How many folders above a file of weights that of its run may be: RUN/checkpoints/step-00000001/model.safetensors.
 DEPTH = 3
 _ONE_OF_THEM = f"one of {', '.join(TASKS)}"
@@ -30,12 +30,14 @@ def load(
     """Load a model that is ready to use, with its transform and its classes.
 
     Args:
-        name: The folder of a training run of any task, a checkpoint or a file of weights in one, or the name of a model
-            of this library or of timm, for classification.
+        name: The folder of a training run of any task, a checkpoint or a file of weights in one, the file of an
+            exported model (.onnx, or .xml of OpenVINO), or the name of a model of this library or of timm, for
+            classification.
         task: classification, multilabel, detection or segmentation; None = that of the run.
         checkpoint: With a run, "best" for its best checkpoint, the folder of another one, or a file (None = the final
             weights). With the name of a model, the file of its weights (None = the published ones are downloaded).
-        device: Where to compute, such as "cpu" or "cuda"; None = the best device there is.
+        device: Where to compute, such as "cpu" or "cuda"; None = the best device there is. Exported models run on the
+            CPU.
         img_size: For classification, the side of the model's input; None = what it was trained for.
 
     Returns:
@@ -52,6 +54,8 @@ def load(
 
 def _load(name: str, task: str | None, checkpoint: str | None, device: Any, img_size: int | None) -> "Predictor[Any]":
     from ..engine.config import fill_options
+    from ..engine.exported_model import is_exported
+    from ..engine.exported_run import check_exported_device
     from ..engine.runs import has_config
     from ..engine.setup import resolve_device
 
@@ -59,19 +63,36 @@ def _load(name: str, task: str | None, checkpoint: str | None, device: Any, img_
     if task is not None:
         require(task in TASKS, f"there is no task {task}: {did_you_mean(task, TASKS) or f'choose {_ONE_OF_THEM}'}")
     chosen = resolve_device(None if device is None else str(device))
-    if not has_config(name):
+    exported = is_exported(name)
+    if exported:
+        check_exported_device(name, None if device is None else chosen.type)
+    elif not has_config(name):
         _refuse_exported(Path(name))
         if (run := _run_above(Path(name))) is not None:
             require(checkpoint is None, f"{name} is a checkpoint: leave out checkpoint={checkpoint}, or name the run")
             name, checkpoint = str(run), name
-    entry = _task_of_run(Path(name), task) if has_config(name) else TASKS[task or "classification"]
+    if exported:
+        entry = _task_of_exported(name, task)
+    else:
+        entry = _task_of_run(Path(name), task) if has_config(name) else TASKS[task or "classification"]
     given = {"checkpoint": checkpoint} if img_size is None else {"checkpoint": checkpoint, "img_size": img_size}
     options = entry.load_predict_options()
     require(
         set(given) <= set(options.command_only),
-        f"img_size does not apply to {entry.description}, and {name} is a run of it: leave it out",
+        f"img_size does not apply to {entry.description}, which {name} is for: leave it out",
     )
-    return entry.load_task().load_predictor(name, fill_options(options, given, options.command_only)).to(chosen)
+    predictor = entry.load_task().load_predictor(name, fill_options(options, given, options.command_only))
+    return predictor if exported else predictor.to(chosen)
+
+
+def _task_of_exported(file: str, task: str | None) -> TaskEntry:
+    """Return the task of an exported model, which must be the given one unless that is None."""
+    from ..engine.exported_model import read_metadata
+    from ..engine.exported_run import require_task
+
+    metadata = read_metadata(file)
+    require_task(file, metadata, task or metadata.task)
+    return TASKS[metadata.task]
 
 
 def _task_of_run(folder: Path, task: str | None) -> TaskEntry:
@@ -106,6 +127,11 @@ def _run_above(path: Path) -> Path | None:
 
 
 def _refuse_exported(path: Path) -> None:
-    """Refuse exported models."""
-    is_exported = path.suffix in EXPORTED or any(next(path.glob(f"*{end}"), None) is not None for end in EXPORTED)
-    require(not is_exported, f"{path} is an exported model, which cannot be loaded yet: name the run that it is from")
+    """Refuse programs of torch.export, whose files can hold pickled objects, and folders of exported models."""
+    require(
+        path.suffix != PROGRAM,
+        f"{path} is a program of torch.export, which is not loaded here: name a .onnx or .xml file that `inlinevit "
+        "export` has written, or the run that it is from",
+    )
+    found = next((file for file in path.glob("*.onnx")), None)
+    require(found is None, f"{path} is a folder: name the exported model in it, {found}")

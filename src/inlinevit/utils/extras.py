@@ -17,6 +17,11 @@ EXTRAS = {
     "zarr": "huge",
     "openslide": "slides",
     "rasterio": "geo",
+    "onnx": "export",
+    "onnxruntime": "export",
+    "onnxscript": "export",
+    "openvino": "export",
+    "nncf": "export",
 }
 
 

@@ -16,14 +16,17 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import Tensor
 
 from ...data.pixels import AnyImage, PixelFormat
+from ...engine.config import CommandOptions
 from ...engine.evaluator import EvalData
+from ...engine.exported import REMEDY, ExportedMetadata
+from ...engine.exported_run import load_exported
 from ...engine.predictor import Predictor
 from ...engine.results import ClassProbability, shorten_list
 from ...engine.runs import RUN_CONFIG, Run, has_config, open_run
 from ...models._weight_files import read_state_dict, require_finite
 from ...models.factory import check_model_name, classes_of_weights
 from ...utils.memory import require_memory_for_images
-from ...utils.validation import has_type, require
+from ...utils.validation import has_type, require, shorten
 from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
 from .metrics import ClassificationEvaluator
 from .model import build_model, channels_of_weights
@@ -33,6 +36,9 @@ from .transforms import InputSpec, evaluation_transform, input_spec
 CLASSES_JSON = "classes.json"
 WORDNET_ID = re.compile(r"n\d{8}")
 DIGITS = 6
+# timm's names, as they may be in metadata of exported models.
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
 
 
 @dataclass
@@ -199,6 +205,42 @@ def load_classifier(
         spec=input_spec(config, None if run is None else run.config.data),
         max_pixels=None if run is None else run.config.data.max_pixels,
     )
+
+
+def load_exported_classifier(
+    file: str, options: CommandOptions, *, img_size: int | None = None, crop_pct: float | None = None
+) -> ClassificationPredictor:
+    """Load an exported classifier; arguments as for load_classifier()."""
+    model, run = load_exported(ClassificationConfig, file, options)
+    metadata = model.metadata
+    return ClassificationPredictor(
+        model=model,
+        name=metadata.model,
+        config=run.config,
+        num_classes=len(metadata.classes),
+        label_names=metadata.label_names,
+        spec=exported_spec(metadata, file, img_size=img_size, crop_pct=crop_pct),
+        max_pixels=metadata.preprocessing.max_pixels,
+    )
+
+
+def exported_spec(
+    metadata: ExportedMetadata, file: str, *, img_size: int | None = None, crop_pct: float | None = None
+) -> InputSpec:
+    """Return the input of an exported model, with a side or a crop in place of its own unless they are None."""
+    own = metadata.preprocessing
+    size, interpolation, crop_mode = img_size or own.size, own.interpolation, own.crop_mode
+    crop_pct = own.crop_pct if crop_pct is None else crop_pct
+    if size is None or interpolation is None or crop_pct is None or crop_mode is None:
+        raise ValueError(f"{file} does not say how images are resized and cropped: {REMEDY}")
+    require(
+        interpolation in INTERPOLATIONS and crop_mode in CROP_MODES,
+        f"{file} has metadata that cannot be used ({shorten(interpolation)}, {shorten(crop_mode)}): {REMEDY}",
+    )
+    metadata.input.check((metadata.input.batch or 1, metadata.input.channels, size, size))
+    bands = None if own.bands is None else tuple(own.bands)
+    pixel_range: Any = tuple(own.range) if isinstance(own.range, list | tuple) else own.range
+    return InputSpec(size, tuple(own.mean), tuple(own.std), interpolation, crop_pct, crop_mode, bands, pixel_range)
 
 
 def find_classification_run(model: str) -> Run[ClassificationConfig] | None:

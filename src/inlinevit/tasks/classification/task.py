@@ -13,6 +13,7 @@ from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
 from ...engine.config import PixelConfig
 from ...engine.evaluator import EvalData
+from ...engine.exported_model import is_exported
 from ...engine.runs import Run
 from ...engine.task import Task
 from ...models.factory import check_model_name
@@ -37,6 +38,7 @@ from .predictor import (
     check_batch_memory,
     find_classification_run,
     load_classifier,
+    load_exported_classifier,
 )
 from .shards import ShardImages, ShardSource
 from .sources import DEFAULT_EVAL_SHARE, ImageSource, SubsetSource, labels_by_name, open_source, source_paths
@@ -206,6 +208,8 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
     @classmethod
     def find_run(cls, model: str | None, options: Any) -> Run[ClassificationConfig] | None:
         """See Task.find_run; the name of a model is accepted, too."""
+        if is_exported(model or ""):
+            return super().find_run(model, options)
         return find_classification_run(model or "")
 
     @classmethod
@@ -216,7 +220,10 @@ class Classification(ImageTask, config=ClassificationConfig, command=TASKS["clas
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> ClassificationPredictor:
         crop_pct = options.crop_pct if isinstance(options, ClassificationEvalOptions) else None
-        return load_classifier(model or "", checkpoint=options.checkpoint, img_size=options.img_size, crop_pct=crop_pct)
+        inputs = {"img_size": options.img_size, "crop_pct": crop_pct}
+        if is_exported(model or ""):
+            return load_exported_classifier(model or "", options, **inputs)
+        return load_classifier(model or "", checkpoint=options.checkpoint, **inputs)
 
     @classmethod
     def eval_files(cls, options: Any) -> tuple[str, ...]:

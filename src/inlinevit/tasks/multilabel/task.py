@@ -5,12 +5,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...engine.evaluator import EvalData
+from ...engine.exported_model import is_exported
+from ...engine.exported_run import load_exported
 from ...engine.results import ClassProbability
 from ...engine.runs import Run, open_run
 from ...utils.validation import require
 from .. import TASKS
 from ..classification.model import build_trained
-from ..classification.predictor import CLASSES_JSON, ImagePredictor, check_batch_memory, parse_classes
+from ..classification.predictor import CLASSES_JSON, ImagePredictor, check_batch_memory, exported_spec, parse_classes
 from ..classification.task import ImageTask
 from ..classification.transforms import input_spec
 from .config import MultilabelConfig, MultilabelDataConfig, MultilabelEvalOptions, MultilabelPredictOptions
@@ -72,6 +74,14 @@ class Multilabel(ImageTask, config=MultilabelConfig, command=TASKS["multilabel"]
 
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> MultilabelPredictor:
+        if is_exported(model or ""):
+            exported, opened = load_exported(MultilabelConfig, model or "", options)
+            metadata = exported.metadata
+            names, inputs = metadata.classes, exported_spec(metadata, model or "")
+            limit = metadata.preprocessing.max_pixels
+            return MultilabelPredictor(
+                exported, metadata.model, opened.config, len(names), names, inputs, max_pixels=limit
+            )
         run = open_run(MultilabelConfig, model or "")
         classes = run.metadata(CLASSES_JSON, parse_classes) or []
         config, file = run.config.model, str(run.weights(options.checkpoint))

@@ -109,7 +109,8 @@ class Segmenter(SegmentationModel):
 def padding_of(length: int) -> int:
     """Return the padding of a side to a multiple of the coarsest stride, at least two of them: norms need several."""
     stride = STRIDES[-1]
-    return max(-(-length // stride), 2) * stride - length
+    # Not -(-length // stride): runtimes of exported graphs round negative quotients towards zero.
+    return max((length + stride - 1) // stride, 2) * stride - length
 
 
 def build_segmenter(config: SegmenterConfig, num_classes: int) -> Segmenter:

@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...data.pixels import AnyImage, PixelFormat, image_to_tensor, preview
+from ...engine.config import CommandOptions
 from ...engine.evaluator import EvalData
+from ...engine.exported import REMEDY
+from ...engine.exported_run import load_exported
 from ...engine.predictor import DrawingPredictor, Rendering
 from ...engine.results import shorten_list
 from ...engine.runs import Run, open_run
@@ -126,14 +129,26 @@ def load_segmenter(run: str, *, checkpoint: str | None = None) -> SegmentationPr
         checkpoint: "best" for its best checkpoint, the folder of another one, or a file; None = the final weights.
     """
     opened: Run[SegmentationConfig] = open_run(SegmentationConfig, run)
-    config, labels = opened.config, run_labels(opened)
-    model = load_trained(opened, checkpoint, lambda bare: build_segmenter(bare, len(labels.classes)))
-    name = f"{config.model.arch} on {config.model.backbone}"
+    classes = len(run_labels(opened).classes)
+    return _make_predictor(opened, load_trained(opened, checkpoint, lambda bare: build_segmenter(bare, classes)))
+
+
+def load_exported_segmenter(file: str, options: CommandOptions) -> SegmentationPredictor:
+    """Load an exported segmentation model."""
+    model, run = load_exported(SegmentationConfig, file, options)
+    names, classes = [one.name for one in run_labels(run).classes], model.metadata.classes
+    require(names == classes, f"{file} has metadata that cannot be used (labels are not those of classes): {REMEDY}")
+    return _make_predictor(run, model)
+
+
+def _make_predictor(run: Run[SegmentationConfig], model: nn.Module) -> SegmentationPredictor:
+    """Return the predictor of a run, or of an exported model."""
+    config = run.config
     return SegmentationPredictor(
         model,
-        name,
+        f"{config.model.arch} on {config.model.backbone}",
         config,
-        labels,
+        run_labels(run),
         mean_and_std(config.model, config.data),
         max_pixels=config.data.max_pixels or MOST_PIXELS,
     )

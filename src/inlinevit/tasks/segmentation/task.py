@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ...data.batch_plan import BatchPlan
 from ...data.loader import TrainLoader
 from ...engine.evaluator import EvalData
+from ...engine.exported_model import is_exported
 from ...engine.runs import Run
 from ...utils.memory import require_memory_for_images
 from .. import TASKS
@@ -20,7 +21,13 @@ from .inference import normalize
 from .labels import IGNORED, open_labels
 from .metrics import CONFUSION_PNG, SegmentationEvaluator
 from .model import build_segmenter
-from .predictor import LABELS_JSON, SegmentationPredictor, evaluation_labels, load_segmenter
+from .predictor import (
+    LABELS_JSON,
+    SegmentationPredictor,
+    evaluation_labels,
+    load_exported_segmenter,
+    load_segmenter,
+)
 
 
 class Segmentation(DenseTask, config=SegmentationConfig, command=TASKS["segmentation"].command, metric="miou"):
@@ -78,6 +85,8 @@ class Segmentation(DenseTask, config=SegmentationConfig, command=TASKS["segmenta
 
     @classmethod
     def load_predictor(cls, model: str | None, options: Any) -> SegmentationPredictor:
+        if is_exported(model or ""):
+            return load_exported_segmenter(model or "", options)
         return load_segmenter(model or "", checkpoint=options.checkpoint)
 
     @classmethod

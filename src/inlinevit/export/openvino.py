@@ -1,0 +1,34 @@
+"""From ONNX to OpenVINO."""
+
+from pathlib import Path
+from typing import Any
+
+from ..engine.exported import INPUT_NAME
+from ..engine.exported_model import import_openvino
+from .onnx import quiet_conversion
+
+
+def to_openvino(model: Any, folder: Path) -> Any:
+    """Convert an onnx.ModelProto to an openvino.Model.
+
+    Args:
+        model: The model.
+        folder: Where a file may be written meanwhile.
+    """
+    openvino = import_openvino()
+    file = folder / "model.onnx"
+    file.write_bytes(model.SerializeToString())
+    with quiet_conversion():
+        converted = openvino.convert_model(file)
+    (images,) = converted.inputs
+    images.get_tensor().set_names({INPUT_NAME})
+    for output, given in zip(converted.outputs, model.graph.output, strict=True):
+        output.get_tensor().set_names({given.name})
+    # The weights are in memory now: the file is closed before it is removed.
+    file.unlink()
+    return converted
+
+
+def save_openvino(model: Any, file: Path, *, half: bool) -> None:
+    """Write MODEL.xml and MODEL.bin, with weights in float16 on request."""
+    import_openvino().save_model(model, file, compress_to_fp16=half)

@@ -1,0 +1,110 @@
+"""`inlinevit export`: refusals without partial files, and files that agree with the model.
+
+The runtimes are imported by one child process, since a process that has loaded all of them may abort when it forks
+data-loader workers later.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inlinevit.cli import main
+from inlinevit.export.command import parse_static
+from inlinevit.export.parity import parity_shapes, relative_difference
+
+# Exports a model of one block in all formats and precisions, in the folder of the first argument.
+CHILD = """
+import sys
+from pathlib import Path
+
+import timm
+import torch
+
+from inlinevit.engine.exported_model import ExportedModel, read_metadata
+from inlinevit.export.command import ExportSettings, write_exported
+from inlinevit.export.source import ExportSource, open_source
+
+folder = Path(sys.argv[1])
+torch.manual_seed(0)
+metadata = open_source("inline_deit_tiny", checkpoint=None, features=False, untrained=True, static=None).metadata
+model = timm.create_model("inline_deit_tiny", depth=1).eval()
+for name, settings in {
+    "float32.onnx": ExportSettings(),
+    "half.onnx": ExportSettings(half=True),
+    "float32.xml": ExportSettings(format="openvino"),
+}.items():
+    written = write_exported(ExportSource(model, metadata, 224), folder / name, settings)
+    assert read_metadata(folder / name) == written
+    assert written.parity.difference <= written.parity.tolerance
+    images = torch.randn(2, 3, 70, 333)
+    with torch.no_grad():
+        expected = model(images)
+    found = ExportedModel(folder / name)(images)
+    assert (found - expected).abs().max() <= written.parity.tolerance * expected.abs().max(), name
+assert sorted(file.name for file in folder.iterdir()) == ["float32.bin", "float32.onnx", "float32.xml", "half.onnx"]
+assert (folder / "half.onnx").stat().st_size < 0.6 * (folder / "float32.onnx").stat().st_size
+"""
+
+
+@pytest.mark.slow
+def test_files_of_all_formats_agree_with_the_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *words])
+    assert ended.value.code not in (0, None)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inline_deit_tiny", "--static", "1,3,224"], "--static is '1,3,224'"),
+        (["inline_deit_tiny", "--static", "1,3,0,224"], "--static is"),
+        (["inline_deit_tiny", "--output", "{}/model.xml"], "should end in .onnx"),
+        (["inline_deit_tiny", "--format", "openvino", "--output", "{}/model.onnx"], "should end in .xml"),
+        (["inline_deit_tiny", "--output", "{}"], "is a folder"),
+        (["inline_deit_tiny", "--output", "/dev/null"], "is a stream"),
+        (["inline_deit_tiny", "--output", "{}/file/model.onnx"], "cannot be a folder of results"),
+        (["inline_deit_tiny", "--quantize", "int8"], "--quantize and --data need each other"),
+        (["inline_deit_tiny", "--half", "--quantize", "int8", "--data", "x"], "leave out one of them"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    error = refusal(capsys, *(word.format(tmp_path) for word in words))
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_static_shapes_are_parsed() -> None:
+    assert parse_static(None) is None
+    assert parse_static("1,3,224,192") == [1, 3, 224, 192]
+
+
+def test_parity_is_measured_at_other_sizes_than_multiples_of_patches() -> None:
+    shapes = parity_shapes(3, 224, None)
+    assert {batch for batch, *_ in shapes} == {1, 3}
+    assert any(height != width for *_, height, width in shapes)
+    assert any(height % 4 and width % 4 for *_, height, width in shapes)
+    assert any(height > 224 for *_, height, _ in shapes)
+    assert parity_shapes(3, 224, [1, 3, 64, 32]) == [[1, 3, 64, 32]]
+
+
+def test_nan_and_other_shapes_differ_infinitely() -> None:
+    import torch
+
+    expected = torch.tensor([[1.0, -4.0]])
+    assert relative_difference(torch.tensor([[1.0, -3.0]]), expected) == pytest.approx(0.25)
+    assert relative_difference(torch.tensor([[float("nan"), -4.0]]), expected) == float("inf")
+    assert relative_difference(torch.zeros(1, 3), expected) == float("inf")
