@@ -21,7 +21,8 @@ LIBRARY = SOURCES.parent / ("libinlinevit_kernels" + (".dylib" if sys.platform =
 
 # -ffp-contract: products and sums become fused multiply-adds. -Wno-psabi: vectors are never passed between variants.
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi")
-OPTIMIZED = ("-O3",)
+# -falign-loops: products are up to a tenth slower if their inner loop begins in the middle of a cache line.
+OPTIMIZED = ("-O3", "-falign-loops=64")
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 AVX2 = ("-mavx2", "-mfma")

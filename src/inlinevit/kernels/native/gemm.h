@@ -60,54 +60,94 @@ INLINEVIT_INLINE void for_panels(long begin, long end, Function tile) {
   }
 }
 
+// Reads memory into the L2 cache a piece at a time: the weights of the next panel, while this one is multiplied. They
+// are read once per tile, and would otherwise come from memory while the first rows wait.
+class Prefetch {
+ public:
+  // bytes: at `from`, in `pieces` pieces.
+  Prefetch(const void* from, long bytes, long pieces)
+      : next_(static_cast<const char*>(from)), end_(next_ + bytes), step_(round_up((bytes + pieces - 1) / pieces, 64)) {}
+
+  INLINEVIT_INLINE void read_piece() {
+    for (const char* stop = next_ + smaller(step_, end_ - next_); next_ < stop; next_ += 64)
+      __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  const char *next_, *end_;
+  long step_;
+};
+
+// What multiply_panels knows of a tile of outputs: rows `row` … row + count − 1, and columns of whole panels.
+struct OutputTile {
+  long row, count, panel, panels, column;
+  // The outputs, `stride` apart.
+  float* out;
+  long stride;
+};
+
+// Call compute.template operator()<M, N>(tile) for all tiles of `rows` rows and columns begin … end − 1, with M rows and
+// N vectors of columns. Panels first, so that one is read from the cache for all rows; meanwhile the next one is read:
+// panel_bytes at panel_at(panel). A panel that is only partly real is computed next to the output.
+// add: compute adds to the outputs; gelu: it is applied to them at the end.
+template <int Most, typename PanelAt, typename Compute>
+INLINEVIT_INLINE void multiply_panels(long rows, long begin, long end, bool add, bool gelu, float* out, long out_stride,
+                                      long panel_bytes, PanelAt panel_at, Compute compute) {
+  alignas(64) float edge[Most * TILE_PANELS * PANEL];
+  for_panels(begin, end, [&](long panel, long panels, long column, long columns) {
+    const bool whole = columns == panels * PANEL;
+    Prefetch prefetch(panel_at(panel + panels), column + columns < end ? panels * panel_bytes : 0, rows / Most + 1);
+    for_row_blocks<Most>(rows, [&](long row, long count) {
+      prefetch.read_piece();
+      float* target = out + row * out_stride + column - begin;
+      OutputTile tile{row, count, panel, panels, column, whole ? target : edge, whole ? out_stride : panels * PANEL};
+      if (!whole && add)
+        for (long i = 0; i < count; ++i)
+          memcpy(tile.out + i * tile.stride, target + i * out_stride, columns * sizeof(float));
+      with_rows<Most>(count, [&]<int M>() __attribute__((always_inline)) {
+        if (panels == TILE_PANELS)
+          compute.template operator()<M, COLUMN_VECTORS>(tile);
+        else
+          compute.template operator()<M, PANEL_VECTORS>(tile);
+      });
+      if (gelu) gelu_rows(tile.out, count, panels * PANEL, tile.stride);
+      if (!whole)
+        for (long i = 0; i < count; ++i)
+          memcpy(target + i * out_stride, tile.out + i * tile.stride, columns * sizeof(float));
+    });
+  });
+}
+
 // out (rows, columns) = a (rows, inputs) · weightᵀ, for columns begin … end − 1 of the layer's outputs and inputs
 // first … first + depth − 1, of which a has only these. out begins with column `begin`.
 void multiply_packed(const InlinevitLinear& layer, const float* a, long a_stride, long rows, long begin, long end,
                      long first, long depth, const Epilogue& epilogue, float* out, long out_stride) {
   const float* weight = static_cast<const float*>(layer.weight);
   const long panel_size = layer.inputs * PANEL;
-  alignas(64) float edge[ROWS * TILE_PANELS * PANEL];
-  // Panels first, so that one is read from the cache for all rows; long rows in blocks, so that it stays there.
+  // Long rows in blocks, so that a panel stays in the cache.
   for (long k = 0; k < depth || k == 0; k += DEPTH_BLOCK) {
     const long block = smaller(DEPTH_BLOCK, depth - k);
     const bool add = k > 0 || epilogue.accumulate, last = k + block >= depth;
     const float* bias = k == 0 ? epilogue.bias : nullptr;
-    for_panels(begin, end, [&](long panel, long panels, long column, long columns) {
-      const float* b = weight + panel * panel_size + (first + k) * PANEL;
-      const bool whole = columns == panels * PANEL;
-      for_row_blocks(rows, [&](long row, long count) {
-        float* target = out + row * out_stride + column - begin;
-        // A panel that is only partly real is computed next to the output.
-        float* c = whole ? target : edge;
-        const long c_stride = whole ? out_stride : panels * PANEL;
-        if (!whole && add)
-          for (long i = 0; i < count; ++i) memcpy(c + i * c_stride, target + i * out_stride, columns * sizeof(float));
-        auto compute = [&]<int N>() {
-          with_rows<ROWS>(count, [&]<int M>() __attribute__((always_inline)) {
-            long offsets[N];
-            Vec<float> sums[M][N];
-            INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
-              offsets[j] = j / PANEL_VECTORS * panel_size + j % PANEL_VECTORS * LANES<float>;
-              const Vec<float> initial = bias ? load(bias + column + j * LANES<float>) : Vec<float>{};
-              INLINEVIT_UNROLL for (int i = 0; i < M; ++i)
-                sums[i][j] = add ? initial + load(c + i * c_stride + j * LANES<float>) : initial;
-            }
-            const float* left = a + row * a_stride + k;
-            multiply_add<float>(sums, [=](int i) { return left + i * a_stride; }, b, PANEL, offsets, block);
-            INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
-              INLINEVIT_UNROLL for (int j = 0; j < N; ++j) store(c + i * c_stride + j * LANES<float>, sums[i][j]);
-            }
-          });
-        };
-        if (panels == TILE_PANELS)
-          compute.template operator()<COLUMN_VECTORS>();
-        else
-          compute.template operator()<PANEL_VECTORS>();
-        if (last && epilogue.gelu) gelu_rows(c, count, panels * PANEL, c_stride);
-        if (!whole)
-          for (long i = 0; i < count; ++i) memcpy(target + i * out_stride, c + i * c_stride, columns * sizeof(float));
-      });
-    });
+    auto panel_at = [=](long panel) { return weight + panel * panel_size + (first + k) * PANEL; };
+    auto compute = [=]<int M, int N>(OutputTile tile) __attribute__((always_inline)) {
+      long offsets[N];
+      Vec<float> sums[M][N];
+      INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
+        offsets[j] = j / PANEL_VECTORS * panel_size + j % PANEL_VECTORS * LANES<float>;
+        const Vec<float> initial = bias ? load(bias + tile.column + j * LANES<float>) : Vec<float>{};
+        INLINEVIT_UNROLL for (int i = 0; i < M; ++i)
+          sums[i][j] = add ? initial + load(tile.out + i * tile.stride + j * LANES<float>) : initial;
+      }
+      const float* left = a + tile.row * a_stride + k;
+      multiply_add<float>(sums, [=](int i) { return left + i * a_stride; }, panel_at(tile.panel), PANEL, offsets, block);
+      INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
+        INLINEVIT_UNROLL for (int j = 0; j < N; ++j)
+          store(tile.out + i * tile.stride + j * LANES<float>, sums[i][j]);
+      }
+    };
+    multiply_panels<ROWS>(rows, begin, end, add, last && epilogue.gelu, out, out_stride,
+                          block * PANEL * long(sizeof(float)), panel_at, compute);
   }
 }
 

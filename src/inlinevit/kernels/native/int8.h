@@ -20,12 +20,15 @@ using Quantized = uint8_t;
 #else
 using Quantized = int16_t;
 #endif
-// How many vectors of products are summed up in 16 bits, and how many rows are computed at once.
+// How many vectors of products are summed up in 16 bits, and how many rows are computed at once: so many that all sums
+// and weights stay in registers.
 #if defined(INLINEVIT_VNNI) || INLINEVIT_VECTOR_BYTES < 32
 constexpr int TOGETHER = 1, INT8_ROWS = ROWS;
 #else
-constexpr int TOGETHER = 2, INT8_ROWS = smaller(ROWS, 12);
+constexpr int TOGETHER = 2, INT8_ROWS = INLINEVIT_VECTOR_BYTES == 32 ? 4 : 12;
 #endif
+// Whether a tile reads weights in the order in which they are packed.
+constexpr bool IN_ORDER = sizeof(Quantized) == 1 && TILE_PANELS == 1;
 constexpr int INPUT_RANGE = INLINEVIT_INPUT_RANGE;
 // Inputs of a row are padded to a multiple of this.
 constexpr long INPUT_STEP = 8;
@@ -165,76 +168,62 @@ void multiply_int8(const InlinevitLinear& layer, const QuantizedRows& a, long ro
   constexpr long GROUP = 4 * PANEL;
   const int8_t* weight = static_cast<const int8_t*>(layer.weight);
   const long panel_size = round_up(layer.inputs, INPUT_STEP) / 4 * GROUP, padded_outputs = round_up(layer.outputs, PANEL);
-  alignas(64) float edge[ROWS * TILE_PANELS * PANEL];
-  Ints weights[DEPTH_BLOCK / 4 * sizeof(Quantized) * COLUMN_VECTORS];
+  Ints expanded[IN_ORDER ? 1 : DEPTH_BLOCK / 4 * sizeof(Quantized) * COLUMN_VECTORS];
   for (long block = 0; block < a.blocks; ++block) {
     const long groups = round_up(smaller(DEPTH_BLOCK, depth - block * DEPTH_BLOCK), INPUT_STEP) / 4;
     const bool add = block > 0 || epilogue.accumulate, last = block == a.blocks - 1;
-    const float* bias = block == 0 ? epilogue.bias : nullptr;
+    const float *bias = block == 0 ? epilogue.bias : nullptr, *scales = layer.scales;
     const int32_t* sums = layer.sums + (first / DEPTH_BLOCK + block) * padded_outputs;
-    for_panels(begin, end, [&](long panel, long panels, long column, long columns) {
-      expand_weights(weight + panel * panel_size + (first + block * DEPTH_BLOCK) / 4 * GROUP, panel_size, groups,
-                     panels * PANEL_VECTORS, weights);
-      const bool whole = columns == panels * PANEL;
-      for_row_blocks<INT8_ROWS>(rows, [&](long row, long count) {
-        float* target = out + row * out_stride + column - begin;
-        float* c = whole ? target : edge;
-        const long c_stride = whole ? out_stride : panels * PANEL;
-        if (!whole && add)
-          for (long i = 0; i < count; ++i) memcpy(c + i * c_stride, target + i * out_stride, columns * sizeof(float));
-        auto compute = [&]<int N>() {
-          with_rows<INT8_ROWS>(count, [&]<int M>() __attribute__((always_inline)) {
-            Ints totals[M][N];
-            INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
-              INLINEVIT_UNROLL for (int j = 0; j < N; ++j) totals[i][j] = Ints{};
-            }
-            const Quantized* left = a.values + row * a.stride + block * DEPTH_BLOCK;
-            // 4 bytes of each row at a time.
-            for (long k = 0; k < groups * long(sizeof(Quantized)); k += TOGETHER) {
-              Ints right[N][TOGETHER];
-              INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
-                INLINEVIT_UNROLL for (int t = 0; t < TOGETHER; ++t) {
-                  right[j][t] = weights[(k + t) * N + j];
-                  if (TOGETHER == 1) hide(right[j][t]);
-                }
-              }
-              INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
-                Ints inputs[TOGETHER];
-                INLINEVIT_UNROLL for (int t = 0; t < TOGETHER; ++t) {
-                  int32_t bytes;
-                  memcpy(&bytes, left + i * a.stride + (k + t) * 4 / long(sizeof(Quantized)), sizeof bytes);
-                  inputs[t] = bytes - Ints{};
-                }
-                INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
-                  totals[i][j] = add_products(totals[i][j], inputs, right[j]);
-                  hide(totals[i][j]);
-                }
-              }
-            }
-            INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
-              const Vec<float> row_scale = broadcast(a.scales[(row + i) * a.blocks + block]);
-              const Ints zero = a.zeros[(row + i) * a.blocks + block] - Ints{};
-              INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
-                const long at = column + j * LANES<float>;
-                const Ints total = totals[i][j] - load_ints(sums + at) * zero;
-                float* to = c + i * c_stride + j * LANES<float>;
-                Vec<float> value = __builtin_convertvector(total, Vec<float>) * (load(layer.scales + at) * row_scale);
-                if (bias) value += load(bias + at);
-                if (add) value += load(to);
-                store(to, value);
-              }
-            }
-          });
-        };
-        if (panels == TILE_PANELS)
-          compute.template operator()<COLUMN_VECTORS>();
-        else
-          compute.template operator()<PANEL_VECTORS>();
-        if (last && epilogue.gelu) gelu_rows(c, count, panels * PANEL, c_stride);
-        if (!whole)
-          for (long i = 0; i < count; ++i) memcpy(target + i * out_stride, c + i * c_stride, columns * sizeof(float));
-      });
-    });
+    auto panel_at = [=](long panel) { return weight + panel * panel_size + (first + block * DEPTH_BLOCK) / 4 * GROUP; };
+    auto compute = [=, &expanded]<int M, int N>(OutputTile tile) __attribute__((always_inline)) {
+      const int8_t* panel = panel_at(tile.panel);
+      if constexpr (!IN_ORDER) {
+        if (tile.row == 0) expand_weights(panel, panel_size, groups, N, expanded);
+      }
+      const Ints* weights = IN_ORDER ? reinterpret_cast<const Ints*>(panel) : expanded;
+      Ints totals[M][N];
+      INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
+        INLINEVIT_UNROLL for (int j = 0; j < N; ++j) totals[i][j] = Ints{};
+      }
+      const Quantized* left = a.values + tile.row * a.stride + block * DEPTH_BLOCK;
+      // 4 bytes of each row at a time.
+      for (long k = 0; k < groups * long(sizeof(Quantized)); k += TOGETHER) {
+        Ints right[N][TOGETHER];
+        INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
+          INLINEVIT_UNROLL for (int t = 0; t < TOGETHER; ++t) {
+            right[j][t] = load_ints(weights + (k + t) * N + j);
+            hide(right[j][t]);
+          }
+        }
+        INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
+          Ints inputs[TOGETHER];
+          INLINEVIT_UNROLL for (int t = 0; t < TOGETHER; ++t) {
+            int32_t bytes;
+            memcpy(&bytes, left + i * a.stride + (k + t) * 4 / long(sizeof(Quantized)), sizeof bytes);
+            inputs[t] = bytes - Ints{};
+          }
+          INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
+            totals[i][j] = add_products(totals[i][j], inputs, right[j]);
+            hide(totals[i][j]);
+          }
+        }
+      }
+      INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
+        const Vec<float> row_scale = broadcast(a.scales[(tile.row + i) * a.blocks + block]);
+        const Ints zero = a.zeros[(tile.row + i) * a.blocks + block] - Ints{};
+        INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
+          const long at = tile.column + j * LANES<float>;
+          const Ints total = totals[i][j] - load_ints(sums + at) * zero;
+          float* to = tile.out + i * tile.stride + j * LANES<float>;
+          Vec<float> value = __builtin_convertvector(total, Vec<float>) * (load(scales + at) * row_scale);
+          if (bias) value += load(bias + at);
+          if (add) value += load(to);
+          store(to, value);
+        }
+      }
+    };
+    multiply_panels<INT8_ROWS>(rows, begin, end, add, last && epilogue.gelu, out, out_stride, groups * GROUP, panel_at,
+                               compute);
   }
 }
 

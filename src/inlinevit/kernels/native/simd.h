@@ -157,7 +157,7 @@ INLINEVIT_INLINE void with_rows(long rows, Function function) {
 template <typename T, int M, int N, typename Rows>
 INLINEVIT_INLINE void multiply_add(Vec<T> (&sums)[M][N], Rows row, const T* b, long stride, const long (&column)[N],
                                    long depth) {
-  for (long k = 0; k < depth; ++k) {
+  _Pragma("GCC unroll 2") for (long k = 0; k < depth; ++k) {
     Vec<T> right[N];
     INLINEVIT_UNROLL for (int j = 0; j < N; ++j) right[j] = load(b + k * stride + column[j]);
     INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
