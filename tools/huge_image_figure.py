@@ -177,9 +177,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/huge_image.png"))
     parser.add_argument("--size", type=int, default=4096, help="side of the large image")
     parser.add_argument("--tile", type=int, default=512, help="side of a tile")
-    parser.add_argument("--steps", type=int, default=200, help="training steps")
+    parser.add_argument("--steps", type=int, default=120, help="training steps")
     parser.add_argument("--weights", type=Path, default=None, help="file that weights are kept in between calls")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and training scenes")
+    parser.add_argument("--scene", type=int, default=2, help="number of the large image")
     parser.add_argument("--memory", default="500MB", help="memory for streaming")
     arguments = parser.parse_args()
     if arguments.weights is not None and arguments.weights.exists():
@@ -189,7 +190,7 @@ def main() -> None:
         model = train(arguments.steps, arguments.seed)
         if arguments.weights is not None:
             safetensors.torch.save_file(model.state_dict(), arguments.weights)
-    image, labels = make_scene(np.random.default_rng(arguments.seed + 10_000), arguments.size)
+    image, labels = make_scene(np.random.default_rng(10_000 + arguments.scene), arguments.size)
     truth = token_labels(labels)
     tiled, whole = classify_tiles(model, image, arguments.tile), classify_whole(model, image, arguments.memory)
     for name, found in (("tiles", tiled), ("whole", whole)):
