@@ -35,11 +35,12 @@ def fastest(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 def measure(dim: int, side: int, rounds: int, *, int8: bool) -> dict[str, float]:
     """Return the times for one width, per 4,096 tokens."""
     torch.manual_seed(0)
-    block = Block(InLineAttention(dim, dim // HEAD_DIM), dim).eval().requires_grad_(False)
+    attn = InLineAttention(dim, dim // HEAD_DIM)
+    block = Block(attn, dim).eval().requires_grad_(False)
     packed = pack_block(block, int8=int8)
     assert packed is not None
     x = torch.randn(side * side, dim)
-    out, windows = torch.empty_like(x), block.attn.layout((side, side))
+    out, windows = torch.empty_like(x), attn.layout((side, side))
     streamed = kernels.StreamedBlock(packed)
     moments = streamed.summarize(x)
     keys_and_values = kernels.pack_linear(torch.randn(2 * dim, dim), None, int8=int8)
