@@ -2,13 +2,15 @@
 // INLINEVIT_VECTOR_BYTES.
 #include "attention.h"
 #include "block.h"
+#include "local.h"
 
 namespace inlinevit {
 namespace INLINEVIT_VARIANT {
 
 extern const InlinevitFunctions functions = {
-    attention_forward<float>,  attention_forward<double>, attention_backward<float>,
-    attention_backward<double>, block_forward,            linear_forward,
+    attention_forward<float>,   attention_forward<double>, attention_backward<float>,
+    attention_backward<double>, local_kernels<float>,      local_kernels<double>,
+    block_forward,              linear_forward,
 };
 
 }  // namespace INLINEVIT_VARIANT
