@@ -227,3 +227,35 @@ def test_without_the_library(monkeypatch):
     mixer.path = "native"
     with pytest.raises(ValueError, match=r"'native' is not possible here: .* not available: no compiler"):
         mixer(x, SIZE)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["LePE"], OPTIONS["padded windows"], OPTIONS["stripes"]])
+def test_without_gradients_the_kernels_of_the_local_residual_are_native(calls, randomise, reference, options):
+    mixer = randomise(InLineAttention(8, 2, path="native", **options))
+    x, kernel_tokens = torch.randn(2, 2, 35, 8, dtype=torch.float64)
+    mixer.local_residual.forward = None  # It would fail.
+    with torch.no_grad():
+        out = mixer(x, SIZE, kernel_tokens)
+        del mixer.local_residual.forward
+        torch.testing.assert_close(out, reference(mixer, x, SIZE, kernel_tokens), rtol=0, atol=1e-10)
+
+
+def test_local_kernels_of_a_subclass_are_called(calls):
+    class Without(InLineAttention):
+        def local_kernels(self, kernel_tokens, windows):
+            return torch.zeros_like(super().local_kernels(kernel_tokens, windows))
+
+    mixer, x = Without(8, 2), torch.randn(1, 35, 8)
+    plain = InLineAttention(8, 2, local_residual=False)
+    plain.load_state_dict(mixer.state_dict(), strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(mixer(x, SIZE), plain(x, SIZE))
+    assert len(calls) == 2
+
+
+def test_hooks_are_called_without_gradients(calls):
+    mixer, seen = InLineAttention(8, 2), []
+    mixer.local_residual.register_forward_hook(lambda module, arguments, output: seen.append(module))
+    with torch.no_grad():
+        mixer(torch.randn(1, 35, 8), SIZE)
+    assert seen == [mixer.local_residual]

@@ -4,9 +4,9 @@ The C++ sources are in native/. They are compiled when the package is installed 
 not depend on the versions of Python and torch; `status()` tells whether it is used.
 """
 
-from ._eager import is_eager
+from ._eager import is_eager, is_plain, needs_gradient
 from ._library import Status, available, status, unavailable_reason
-from .attention import DTYPES, inline_attention
+from .attention import DTYPES, inline_attention, local_kernels
 from .block import PackedBlock, pack_block
 from .linear import linear
 from .packing import PackedLinear, pack_linear
@@ -22,7 +22,10 @@ __all__ = [
     "available",
     "inline_attention",
     "is_eager",
+    "is_plain",
     "linear",
+    "local_kernels",
+    "needs_gradient",
     "pack_block",
     "pack_linear",
     "status",

@@ -1,16 +1,25 @@
-"""Whether a compiled kernel may be called past torch's dispatcher."""
+"""Whether a compiled kernel may be called past torch's dispatcher, and without a gradient."""
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
+def is_plain(x: Tensor) -> bool:
+    """Return whether it is not a tensor of fx or of a fake mode, or of another subclass."""
+    return type(x) in (Tensor, nn.Parameter)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether an operator on these tensors is differentiated by autograd."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def is_eager(x: Tensor) -> bool:
     """Return whether operators on a tensor are just called, on the CPU: nothing records, counts or transforms them."""
     return (
         x.device.type == "cpu"
-        # Not a tensor of fx or of a fake mode, or of another subclass.
-        and type(x) in (Tensor, nn.Parameter)
+        and is_plain(x)
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         # Modes that see each operator, such as FLOP counters.

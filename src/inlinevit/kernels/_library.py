@@ -18,7 +18,7 @@ VARIANT_VARIABLE = "INLINEVIT_KERNELS"
 LIBRARY_VARIABLE = "INLINEVIT_KERNELS_LIBRARY"
 
 # Of native/api.h.
-API_VERSION = 5
+API_VERSION = 6
 
 
 class CWindows(Structure):
@@ -92,6 +92,8 @@ ARGUMENTS = {
     "attention_f64": [POINTER(CAttention), *[c_void_p] * 5],
     "attention_backward_f32": [POINTER(CAttention), *[c_void_p] * 7],
     "attention_backward_f64": [POINTER(CAttention), *[c_void_p] * 7],
+    "local_kernels_f32": [POINTER(CAttention), *[c_void_p] * 7],
+    "local_kernels_f64": [POINTER(CAttention), *[c_void_p] * 7],
     "block": [POINTER(CBlock), c_void_p, c_void_p],
     "linear": [POINTER(CLinear), c_int64, c_int64, c_int64, c_void_p, c_void_p],
     "summarize": [POINTER(CBlock), c_int64, *[c_void_p] * 6],

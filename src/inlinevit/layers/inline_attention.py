@@ -136,10 +136,14 @@ class InLineAttention(BaseAttention):
         Returns:
             (batch · windows, channels of the head group, 9) and (channels of the head group,), or None.
         """
-        dynamic, static = self.local_kernels(kernel_tokens, windows), self.static_kernels(windows)
-        if static is None:
+        static = self.static_kernels(windows)
+        weight, bias = (None, None) if static is None else (static[0].flatten(1), static[1])
+        local, replaced = self.local_residual, type(self).local_kernels is not InLineAttention.local_kernels
+        if local is not None and not replaced and local.is_native(kernel_tokens, weight):
+            return local.native(kernel_tokens, windows, weight), bias
+        dynamic = self.local_kernels(kernel_tokens, windows)
+        if weight is None:
             return dynamic, None
-        weight, bias = static[0].flatten(1), static[1]
         if dynamic is None:
             return weight.expand(kernel_tokens.shape[0] * count_windows(windows), -1, -1), bias
         return dynamic + weight, bias
@@ -216,6 +220,31 @@ class LocalResidual(nn.Module):
         x = F.gelu(linear_by_head(x, self.fc1, windows))
         x = linear_by_head(x, self.fc2, windows)
         return x.transpose(0, 1).reshape(mean.shape[0], mean.shape[1], 9)
+
+    def is_native(self, x: Tensor, added: Tensor | None = None) -> bool:
+        """Return whether `native` can replace forward: the module is as it is here, and no gradient is needed."""
+        tensors = [x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias]
+        tensors += [] if added is None else [added]
+        return (
+            type(self) is LocalResidual
+            and not has_hooks(self)
+            and kernels.is_eager(x)
+            and all(map(kernels.is_plain, tensors))
+            and not kernels.needs_gradient(*tensors)
+        )
+
+    def native(self, x: Tensor, windows: Windows, added: Tensor | None = None) -> Tensor:
+        """Make the kernels of forward by one compiled kernel, from tokens (batch, prefix + H·W, dim).
+
+        `added`, (channels of the head group, 9), is added to all of them.
+        """
+        weights = {
+            "weight1": take_head_group(self.fc1.weight, windows),
+            "bias1": take_head_group(self.fc1.bias, windows),
+            "weight2": take_head_group(self.fc2.weight, windows),
+            "bias2": take_head_group(self.fc2.bias, windows),
+        }
+        return kernels.local_kernels(x, windows, self.num_heads, **weights, added=added)
 
 
 def linear_by_head(x: Tensor, layer: nn.Conv1d, windows: Windows) -> Tensor:

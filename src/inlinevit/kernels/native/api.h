@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INLINEVIT_API_VERSION 5
+#define INLINEVIT_API_VERSION 6
 
 // Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
 #define INLINEVIT_PANEL 16
@@ -90,6 +90,13 @@ typedef struct {
   void (*attention_backward_f64)(const InlinevitAttention*, const double* grad, const double* qkv,
                                  const double* kernels, const double* state, double* grad_qkv, double* grad_kernels,
                                  double* grad_bias);
+  // Tokens (batch, prefix + H·W, channels of all heads) to the kernels of the local residual (batch · windows, channels
+  // of the head group, 9). Of the head group: weight1 (channels, width), bias1 (channels), weight2 (channels · 9, width),
+  // bias2 and added (channels, 9); added, to all kernels, may be null.
+  void (*local_kernels_f32)(const InlinevitAttention*, const float* x, const float* weight1, const float* bias1,
+                            const float* weight2, const float* bias2, const float* added, float* out);
+  void (*local_kernels_f64)(const InlinevitAttention*, const double* x, const double* weight1, const double* bias1,
+                            const double* weight2, const double* bias2, const double* added, double* out);
   // Tokens (batch, prefix + H·W, channels) to the same shape, or to (batch, prefix, channels) with prefix_only.
   void (*block)(const InlinevitBlock*, const float* x, float* out);
   // (rows, inputs) to (rows, outputs), float32 or int8 as it was packed; gelu: applied to the outputs.
@@ -117,6 +124,10 @@ int inlinevit_attention_backward_f32(const InlinevitAttention*, const float*, co
                                      float*, float*, float*);
 int inlinevit_attention_backward_f64(const InlinevitAttention*, const double*, const double*, const double*,
                                      const double*, double*, double*, double*);
+int inlinevit_local_kernels_f32(const InlinevitAttention*, const float*, const float*, const float*, const float*,
+                                const float*, const float*, float*);
+int inlinevit_local_kernels_f64(const InlinevitAttention*, const double*, const double*, const double*, const double*,
+                                const double*, const double*, double*);
 int inlinevit_block(const InlinevitBlock*, const float*, float*);
 int inlinevit_linear(const InlinevitLinear*, int64_t, int64_t, int64_t, const float*, float*);
 int inlinevit_summarize(const InlinevitBlock*, int64_t, const float*, const uint8_t*, double*, double*, double*,

@@ -139,6 +139,18 @@ INLINEVIT_EXPORT int inlinevit_attention_backward_f64(const InlinevitAttention* 
   return call(functions().attention_backward_f64, shape, grad, qkv, kernels, state, grad_qkv, grad_kernels, grad_bias);
 }
 
+INLINEVIT_EXPORT int inlinevit_local_kernels_f32(const InlinevitAttention* shape, const float* x, const float* weight1,
+                                                 const float* bias1, const float* weight2, const float* bias2,
+                                                 const float* added, float* out) {
+  return call(functions().local_kernels_f32, shape, x, weight1, bias1, weight2, bias2, added, out);
+}
+
+INLINEVIT_EXPORT int inlinevit_local_kernels_f64(const InlinevitAttention* shape, const double* x,
+                                                 const double* weight1, const double* bias1, const double* weight2,
+                                                 const double* bias2, const double* added, double* out) {
+  return call(functions().local_kernels_f64, shape, x, weight1, bias1, weight2, bias2, added, out);
+}
+
 INLINEVIT_EXPORT int inlinevit_block(const InlinevitBlock* block, const float* x, float* out) {
   return call(functions().block, block, x, out);
 }

@@ -2,15 +2,17 @@
 // INLINEVIT_VECTOR_BYTES.
 #include "attention.h"
 #include "block.h"
+#include "local.h"
 #include "stream.h"
 
 namespace inlinevit {
 namespace INLINEVIT_VARIANT {
 
 extern const InlinevitFunctions functions = {
-    attention_forward<float>,  attention_forward<double>, attention_backward<float>,
-    attention_backward<double>, block_forward,            linear_forward,
-    summarize_tokens,          apply_rows,
+    attention_forward<float>,   attention_forward<double>, attention_backward<float>,
+    attention_backward<double>, local_kernels<float>,      local_kernels<double>,
+    block_forward,              linear_forward,            summarize_tokens,
+    apply_rows,
 };
 
 }  // namespace INLINEVIT_VARIANT
