@@ -152,8 +152,8 @@ def make_table(record: dict[str, dict[str, Any]]) -> str:
         fits[label] = {"time": exponent(times), "last_tokens": tokens[-1], "last_seconds": times[-1][1]}
         fits[label]["bytes"] = 1e9 * memory[-1] / tokens[-1]
         lines.append(
-            f"- **{label}**, {min(sides)}² to {max(sides)}²: time grows as tokens to the power of {fits[label]['time']:.2f}, "
-            f"memory beyond that before the call to the power of {growth:.2f}."
+            f"- **{label}**, {min(sides)}² to {max(sides)}²: time grows as tokens to the power of "
+            f"{fits[label]['time']:.2f}, memory beyond that before the call to the power of {growth:.2f}."
         )
     if "softmax" in fits and "deit-16384" in record:
         softmax, tokens_16384 = fits["softmax"], (16384 / PATCH) ** 2
@@ -162,9 +162,9 @@ def make_table(record: dict[str, dict[str, Any]]) -> str:
         peak = 1e9 * (record["deit-16384"]["peak_gb"] - record["deit-16384"]["before_gb"])
         side = PATCH * math.sqrt(peak / softmax["bytes"])
         lines.append(
-            f"- Extrapolated from its largest size by tokens², **softmax would take {hours:.1f} hours** for 16384². In the "
-            f"memory that InLine takes there, {peak / 1e9:.2f} GB beyond the start, its activations would fit up to about "
-            f"{side:,.0f}² (extrapolated as proportional to tokens)."
+            f"- Extrapolated from its largest size by tokens², **softmax would take {hours:.1f} hours** for 16384². In "
+            f"the memory that InLine takes there, {peak / 1e9:.2f} GB beyond the start, its activations would fit up "
+            f"to about {side:,.0f}² (extrapolated as proportional to tokens)."
         )
     return text + "\n" + "\n".join(lines) + "\n"
 
