@@ -26,8 +26,8 @@ def shift_length(shift: int, window: int, length: int) -> int:
     """Return how far a map is rolled along an axis: not at all if the window covers it."""
     if holds(length <= window):
         return 0
-    # For symbolic lengths: 1 // (1 + window // length) is 0 if the window covers the map, else 1.
-    return shift if holds(length > window) else shift * (1 // (1 + window // length))
+    # For symbolic lengths: the divisor is 1 if the map is longer than the window, else larger than the shift.
+    return shift if holds(length > window) else shift // (1 + shift * (window // length))
 
 
 class WholeMap(nn.Module):

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import check_qkv, default_scale, hide_padding, promote, visible_pairs
+from ._common import check_qkv, default_scale, hide_padding, is_exporting, promote, visible_pairs
 from .weights import register_weights
 
 
@@ -30,6 +30,9 @@ def softmax_attention(
     """
     check_qkv(q, k, v, mask)
     k, v = hide_padding(k, mask), hide_padding(v, mask)
+    if is_exporting():
+        # Runtimes get matrix products: the memory layout of the fused kernel's result would be part of the graph.
+        return softmax_weights(q, k, scale=scale, bias=bias, mask=mask) @ v
     return F.scaled_dot_product_attention(q, k, v, attn_mask=_score_mask(bias, mask), scale=default_scale(q, scale))
 
 

@@ -98,10 +98,12 @@ def roll(x: Tensor, down: int, right: int) -> Tensor:
     """Roll maps (batch, H, W, channels) down and to the right."""
     if not is_symbolic(down, right):
         return torch.roll(x, shifts=(down, right), dims=(1, 2))
-    # Runtimes have no operator that rolls by a computed distance.
+    # Runtimes have no operator that rolls by a computed distance, and torch exports no remainder by a computed length.
     for dim, shift in ((1, down), (2, right)):
         length = x.shape[dim]
-        x = x.index_select(dim, (torch.arange(length, device=x.device) + (length - shift)) % length)
+        source = torch.arange(length, device=x.device) - shift
+        source = torch.where(source < 0, source + length, source)
+        x = x.index_select(dim, torch.where(source >= length, source - length, source))
     return x
 
 
