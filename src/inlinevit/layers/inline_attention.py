@@ -27,6 +27,11 @@ from .feature_map import FeatureMap
 __all__ = ["PATHS", "InLineAttention", "LocalResidual"]
 
 
+# Windows, of all images together, beyond which torch makes the kernels of the local residual faster than the compiled
+# kernel does.
+MOST_NATIVE_MEANS = 128
+
+
 @register_notrace_module
 class InLineAttention(BaseAttention):
     """InLine attention with the local residual: `InLineAttention(dim, num_heads)(x, feat_size=(H, W))`.
@@ -139,7 +144,8 @@ class InLineAttention(BaseAttention):
         static = self.static_kernels(windows)
         weight, bias = (None, None) if static is None else (static[0].flatten(1), static[1])
         local, replaced = self.local_residual, type(self).local_kernels is not InLineAttention.local_kernels
-        if local is not None and not replaced and local.is_native(kernel_tokens, weight):
+        few = kernel_tokens.shape[0] * count_windows(windows) <= MOST_NATIVE_MEANS
+        if local is not None and not replaced and few and local.is_native(kernel_tokens, weight):
             return local.native(kernel_tokens, windows, weight), bias
         dynamic = self.local_kernels(kernel_tokens, windows)
         if weight is None:
@@ -223,8 +229,7 @@ class LocalResidual(nn.Module):
 
     def is_native(self, x: Tensor, added: Tensor | None = None) -> bool:
         """Return whether `native` can replace forward: the module is as it is here, and no gradient is needed."""
-        tensors = [x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias]
-        tensors += [] if added is None else [added]
+        tensors = [x, *self.parameters(), *([] if added is None else [added])]
         return (
             type(self) is LocalResidual
             and not has_hooks(self)
