@@ -92,7 +92,8 @@ def measure(case: Case) -> dict[str, float]:
     """Run a case once in this process; returns seconds and peaks of resident memory, in GB."""
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    model: Any = timm.create_model(case.model, **({"dynamic_img_size": True} if case.is_softmax else {})).eval()
+    options: dict[str, Any] = {"dynamic_img_size": True} if case.is_softmax else {}
+    model: Any = timm.create_model(case.model, **options).eval()
     if case.dtype is not None:
         model = inlinevit.optimize_for_inference(model, dtype=case.dtype)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -137,7 +138,7 @@ def make_table(record: dict[str, dict[str, Any]]) -> str:
         setting += f", {case.dtype}" if case.dtype else ""
         figures = [f"{found['seconds']:.1f}", f"{found['peak_gb']:.2f}", f"{found['before_gb']:.2f}"]
         rows.append([case.model, f"{case.side}²", setting, *figures])
-    text = f"{markdown_table(Table(headings, rows))}\n"
+    text = f"{markdown_table(Table('', headings, rows))}\n"
     lines = []
     fits: dict[str, dict[str, float]] = {}
     for label, prefix in (("InLine", "deit-"), ("softmax", "softmax-")):
@@ -145,9 +146,9 @@ def make_table(record: dict[str, dict[str, Any]]) -> str:
         if len(sides) < 3:
             continue
         tokens = [(side / PATCH) ** 2 for side in sides]
-        found = [record[f"{prefix}{side}"] for side in sides]
-        times = list(zip(tokens, [one["seconds"] for one in found], strict=True))
-        memory = [max(1e-3, one["peak_gb"] - one["before_gb"]) for one in found]
+        outcomes = [record[f"{prefix}{side}"] for side in sides]
+        times = list(zip(tokens, [float(one["seconds"]) for one in outcomes], strict=True))
+        memory = [max(1e-3, one["peak_gb"] - one["before_gb"]) for one in outcomes]
         growth = exponent(list(zip(tokens, memory, strict=True)))
         fits[label] = {"time": exponent(times), "last_tokens": tokens[-1], "last_seconds": times[-1][1]}
         fits[label]["bytes"] = 1e9 * memory[-1] / tokens[-1]
