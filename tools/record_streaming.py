@@ -138,7 +138,7 @@ def make_table(record: dict[str, dict[str, Any]]) -> str:
         setting += f", {case.dtype}" if case.dtype else ""
         figures = [f"{found['seconds']:.1f}", f"{found['peak_gb']:.2f}", f"{found['before_gb']:.2f}"]
         rows.append([case.model, f"{case.side}²", setting, *figures])
-    text = f"{markdown_table(Table('', headings, rows))}\n"
+    text = f"{markdown_table(Table(headings, rows, ''))}\n"
     lines = []
     fits: dict[str, dict[str, float]] = {}
     for label, prefix in (("InLine", "deit-"), ("softmax", "softmax-")):
