@@ -15,6 +15,7 @@ from PIL import Image
 from ..utils.files import open_regular
 from ..utils.validation import require
 from .band_files import COMPRESSIONS, COPY_OR_MASK, MOST_BANDS, PLAIN, RGB, SEVERAL_PAGES
+from .images import open_image
 from .pixels import ALPHA_SAMPLES, GDAL_NODATA, ORIENTATION, ZERO_IS_WHITE, parse_nodata
 from .regions import ROWS_AT_ONCE, GeoReference, Pair, PixelKind, RegionReader
 
@@ -288,8 +289,7 @@ def _find_mpp(page: Any) -> tuple[float, float] | None:
 
 def _check_image_size(content: bytes, largest: Pair) -> None:
     """Refuse a tile whose own header says that it is larger than the tiles of the file."""
-    with Image.open(io.BytesIO(content), formats=("JPEG", "JPEG2000", "WEBP")) as image:
-        width, height = image.size
+    width, height = open_image(io.BytesIO(content)).size
     require(height <= largest[0] and width <= largest[1], f"it has {width} × {height} pixels, more than a tile")
 
 
