@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from .. import kernels, ops
 from ..ops._common import autocast_off, is_exporting
@@ -233,6 +234,7 @@ class LocalResidual(nn.Module):
         return (
             type(self) is LocalResidual
             and not has_hooks(self)
+            and not (module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
             and kernels.is_eager(x)
             and all(map(kernels.is_plain, tensors))
             and not kernels.needs_gradient(*tensors)
