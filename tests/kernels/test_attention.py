@@ -11,6 +11,7 @@ from inlinevit.layers import LocalResidual
 from inlinevit.layers.layouts import CrossStripes, SquareWindows, WholeMap
 from inlinevit.ops.local import add_convolution
 from inlinevit.ops.windows import Windows, merge_heads, padding_mask, partition_heads, window_means, window_reverse
+from tests import pairs_of
 
 # Relative to the norm of the output.
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13}
@@ -70,9 +71,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype", "threads"), pairs_of(list(CASES), list(TOLERANCE), [1, 3]))
 def test_outputs_and_gradients(name: str, dtype: torch.dtype, threads: int) -> None:
     windows, _, heads, _ = CASES[name]
     before = torch.get_num_threads()

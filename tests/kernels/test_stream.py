@@ -296,7 +296,9 @@ def test_a_million_tokens(shift: float) -> None:
     above, (x, below) = chunks[0], chunks[1].view(2, width, 192)
     out = torch.empty_like(x)
     streamed.apply(x, moments, width, above, below, out)
-    assert error(out, apply_exactly(reference, torch.stack([above, x, below]), expected)) < 5e-6
+    exact = apply_exactly(reference, torch.stack([above, x, below]), expected)
+    # What the block adds, although tokens are up to 13 times as large as that.
+    assert error(out.double() - x.double(), exact - x.double()) < 2e-6
 
 
 def apply_exactly(block: Block, rows: Tensor, moments: TokenMoments) -> Tensor:

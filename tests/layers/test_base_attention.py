@@ -26,7 +26,7 @@ from inlinevit.layers import (
 from inlinevit.ops.weights import WEIGHT_FUNCTIONS
 from inlinevit.ops.windows import window_means, window_reverse
 from inlinevit.testing import ATTENTION_CHECKS, check_attention
-from tests import slow_except
+from tests import pairs_of, slow_except
 
 DIM, HEADS = 8, 4
 # The attentions and options of the comparisons; "relative" is for windows alone.
@@ -72,9 +72,7 @@ def test_whole_map(randomise, reference, name, prefix, lepe):
 WINDOW_SIZES = [(8, 8), (8, 6), (5, 7), (3, 9), (3, 3), (1, 6)]
 
 
-@every_mixer
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("size", WINDOW_SIZES)
+@pytest.mark.parametrize(("name", "size", "shifted"), pairs_of(list(MIXERS), WINDOW_SIZES, [False, True]))
 def test_square_windows(randomise, reference, name, size, shifted):
     kind, options = MIXERS[name]
     mixer = randomise(kind(DIM, HEADS, layout=SquareWindows(4, shifted=shifted), **options))

@@ -22,6 +22,7 @@ from inlinevit.layers import Block
 from inlinevit.layers._inference_block import InferenceBlock
 from inlinevit.layers._native_linear import Int8Linear, PatchConv2d
 from inlinevit.models import InLineCSWin, InLineDeiT, InLinePVT, InLineSwin
+from tests import pairs_of
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"native kernels: {kernels.status().reason}")
 
@@ -399,9 +400,14 @@ def replace_modules(model: nn.Module, other: nn.Module) -> None:
                 setattr(module, key, nn.Parameter(parameter.clone(), requires_grad=False))
 
 
-@pytest.mark.parametrize("change", [load, assign, copy_in_place, replace_data, replace_modules])
-@pytest.mark.parametrize("options", [{}, {"dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("name", ["deit", "pvt", "cswin"])
+@pytest.mark.parametrize(
+    ("name", "change", "options"),
+    pairs_of(
+        ["deit", "pvt", "cswin"],
+        [load, assign, copy_in_place, replace_data, replace_modules],
+        [{}, {"dtype": "int8"}],
+    ),
+)
 def test_changes_of_weights_are_followed(name: str, options: dict[str, Any], change: Any, calls: list[bool]) -> None:
     model, other = make(name), make(name, seed=1)
     optimized = optimize(model, **options)

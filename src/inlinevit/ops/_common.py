@@ -39,6 +39,9 @@ def promote(x: Tensor) -> Tensor:
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which autocast does not convert float32 matrix products on x's device to half precision."""
+    if is_exporting() and not torch.is_autocast_enabled(x.device.type):
+        # Such a context becomes a subgraph, which is recorded several times.
+        return nullcontext()
     if torch.amp.is_autocast_available(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()

@@ -153,10 +153,11 @@ def shift_padded(maps: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
     height, width = maps.shape[1], maps.shape[2]
     taps = kernels.permute(2, 0, 1).contiguous()[:, :, None, None]
     padded = F.pad(maps, (0, 0, 1, 1, 1, 1))
-    out = padded[:, :height, :width] * taps[0]
+    rows = [padded[:, row : row + height] for row in range(3)]
+    out = rows[0][:, :, :width] * taps[0]
     for tap in range(1, 9):
         row, column = tap // 3, tap % 3
-        out.addcmul_(padded[:, row : row + height, column : column + width], taps[tap])
+        out.addcmul_(rows[row][:, :, column : column + width], taps[tap])
     return out if bias is None else out + bias
 
 

@@ -136,14 +136,16 @@ void multiply_packed(const InlinevitLinear& layer, const float* a, long a_stride
       INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
         offsets[j] = j / PANEL_VECTORS * panel_size + j % PANEL_VECTORS * LANES<float>;
         const Vec<float> initial = bias ? load(bias + tile.column + j * LANES<float>) : Vec<float>{};
-        INLINEVIT_UNROLL for (int i = 0; i < M; ++i)
-          sums[i][j] = add ? initial + load(tile.out + i * tile.stride + j * LANES<float>) : initial;
+        INLINEVIT_UNROLL for (int i = 0; i < M; ++i) sums[i][j] = initial;
       }
       const float* left = a + tile.row * a_stride + k;
       multiply_add<float>(sums, [=](int i) { return left + i * a_stride; }, panel_at(tile.panel), PANEL, offsets, block);
       INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
-        INLINEVIT_UNROLL for (int j = 0; j < N; ++j)
-          store(tile.out + i * tile.stride + j * LANES<float>, sums[i][j]);
+        INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
+          float* at = tile.out + i * tile.stride + j * LANES<float>;
+          // What is added to comes last: every product would be rounded as coarsely as tokens that are large.
+          store(at, add ? sums[i][j] + load(at) : sums[i][j]);
+        }
       }
     };
     multiply_panels<ROWS>(rows, begin, end, add, last && epilogue.gelu, out, out_stride,
