@@ -362,3 +362,62 @@ def test_sigterm_leaves_nothing(image: Path, tmp_path: Path) -> None:
         pytest.skip("the command was faster than the signal")
     assert (process.returncode, errors) == (128 + signal.SIGTERM, "stopped: nothing was written\n")
     assert [one.name for one in tmp_path.iterdir()] == ["in"]
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command by two processes."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "inlinevit",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
+
+
+def test_two_processes_share_one_image(image: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    weights = tmp_path / "in" / "weights.safetensors"
+    safetensors.torch.save_file(timm.create_model("inline_pvt_tiny").state_dict(), weights)
+    arguments = ["features", "inline_pvt_tiny", image, "--stream", "--checkpoint", weights, "--stage", 1]
+    run(*arguments, "--output", tmp_path / "one.npy")
+    shared = torchrun(*arguments, "--output", tmp_path / "two.npy")
+    assert shared.returncode == 0, shared.stderr
+    assert shared.stdout.count("two.npy: 17 × 12 tokens of 128 channels") == 1
+    one, two = (np.load(tmp_path / f"{name}.npy") for name in ("one", "two"))
+    assert np.linalg.norm(two - one) < 1e-5 * np.linalg.norm(one)
+
+    arguments = [
+        "predict",
+        "inline_pvt_tiny",
+        image,
+        "--stream",
+        "--checkpoint",
+        weights,
+        "--format",
+        "csv",
+        "--top",
+        1,
+    ]
+    shared = torchrun(*arguments)
+    assert shared.returncode == 0, shared.stderr
+    assert len(shared.stdout.splitlines()) == 2
+
+    refused_one = torchrun(*arguments, "--memory", "1MB", "--output", tmp_path / "out.csv")
+    sentences = [line for line in refused_one.stderr.splitlines() if "the memory of 1 MB is too small" in line]
+    assert 1 <= len(sentences) <= 2
+    assert refused_one.returncode == 1
+    refused_one = torchrun(
+        "features", "inline_pvt_tiny", image, "--checkpoint", weights, "--output", tmp_path / "a.npy"
+    )
+    assert "several processes share an image that is streamed only: add --stream" in refused_one.stderr
+    maps = ["one.npy", "one.npy.json", "two.npy", "two.npy.json"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in", *maps]

@@ -38,6 +38,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra": ("hydra_deit_tiny", DEIT),
     "efficient": ("efficient_deit_tiny", DEIT),
     "enhanced": ("enhanced_deit_tiny", DEIT),
+    "focused": ("focused_deit_tiny", DEIT),
+    "focused windows": ("inline_swin_tiny", {**SWIN, "attention": "focused", "window_size": 5}),
+    "focused stripes": ("inline_cswin_tiny", {**CSWIN, "attention": "focused", "window_size": 3}),
+    "angular": ("angular_deit_tiny", DEIT),
+    "angular windows": ("inline_swin_tiny", {**SWIN, "attention": "angular", "window_size": 5}),
+    "angular stripes": ("inline_cswin_tiny", {**CSWIN, "attention": "angular", "window_size": 3}),
     "enhanced stripes": ("inline_cswin_tiny", {**CSWIN, "attention": "enhanced", "window_size": 3}),
 }
 MODELS = FAMILIES | VARIANTS

@@ -219,9 +219,30 @@ def test_softmax_over_a_huge_map_is_refused():
 
 
 def test_unknown_attentions_are_refused():
-    import timm
+    class OtherAttention(type(make_model("angular").stage_list()[0].blocks[0].attn)):
+        """A subclass may compute something else."""
 
-    for name, kind in (("angular_deit_tiny", "AngularAttention"), ("focused_deit_tiny", "FocusedAttention")):
-        model = timm.create_model(name, depth=1, embed_dim=24, num_heads=3).eval()
-        with pytest.raises(ValueError, match=f"{kind} cannot be streamed: use a model with attention of InLine"):
-            inlinevit.stream(model, make_image(64, 64))
+    model = make_model("angular")
+    model.stage_list()[0].blocks[0].attn.__class__ = OtherAttention
+    with pytest.raises(ValueError, match="OtherAttention cannot be streamed: use a model with attention of InLine"):
+        inlinevit.stream(model, make_image(64, 64))
+
+
+@pytest.mark.parametrize("kind", ["angular", "focused"])
+@pytest.mark.parametrize("size", [(150, 16), (100, 40), (16, 16), (17, 100)])
+def test_narrow_maps_with_wide_convolutions(kind, size):
+    """Rows shorter than the convolution along the tokens, which goes on in the next rows; a map of one token."""
+    check(make_model(kind), make_image(*size), None, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["angular", "focused"])
+def test_masked_tokens_of_wide_convolutions_do_not_matter(kind):
+    model, image = make_model(kind), make_image(96, 80)
+    mask = torch.ones(6, 5, dtype=torch.bool)
+    mask[0, :2] = mask[3:] = False
+    changed = image.clone()
+    changed[:, :, :16, :32] += 1
+    changed[:, :, 48:] *= 2
+    outs = [inlinevit.stream(model, one, mask=mask, chunk_rows=1) for one in (image, changed)]
+    assert torch.equal(*outs)
+    assert not torch.equal(outs[0], inlinevit.stream(model, image))

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..streaming import ImageSource, MapSink
 from ..streaming import stream as stream_source
@@ -29,6 +31,7 @@ def stream(
     chunk_rows: int | None = None,
     progress: Callable[[float], None] | None = None,
     resume: str | Path | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     level: int | None = None,
     mpp: float | None = None,
     region: Sequence[int] | None = None,
@@ -55,6 +58,8 @@ def stream(
         chunk_rows: Rows of tokens per chunk; by default as many as the memory allows and are useful.
         progress: Called with the fraction of the work that is done, from 0 to 1.
         resume: A folder for the state of this run, from which the same call continues after an interruption.
+        group: Processes that share the image, such as `torch.distributed.group.WORLD`: each of them calls this function
+            with the same arguments, and computes some rows. Maps go to the sinks or files of the first one.
         level: The level of the image to read; 0 is the full resolution.
         mpp: Its resolution in micrometres per pixel, in place of the level.
         region: The part to read, (x, y, width, height) in pixels of level 0.
@@ -66,7 +71,7 @@ def stream(
         What `model(image)` returns: logits (1, classes).
     """
     common: dict[str, Any] = {"memory": memory, "spill": spill, "chunk_rows": chunk_rows, "progress": progress}
-    common["resume"] = resume
+    common |= {"resume": resume, "group": group}
     if (isinstance(image, Tensor) and image.dim() == 4) or isinstance(image, ImageSource):
         given = {"level": level, "mpp": mpp, "region": region, "bands": bands, "max_pixels": max_pixels}
         unused = [name for name, value in given.items() if value is not None] + ["range"] * (range != "auto")

@@ -8,6 +8,7 @@ from ..utils.validation import Range, check_fields, require
 from .config import PixelOptions
 
 MOST_LEVELS = 64
+MOST_MINUTES = 60 * 24 * 365
 
 
 @dataclass(kw_only=True)
@@ -42,24 +43,27 @@ class StreamOptions(RegionOptions):
     """How one image is streamed."""
 
     # Options that have no effect without `stream`.
-    needs_stream: ClassVar[tuple[str, ...]] = ("memory", "spill", "state", "mask")
+    needs_stream: ClassVar[tuple[str, ...]] = ("memory", "spill", "state", "mask", "timeout_minutes")
 
     stream: bool = False
     """Process one image of any size as a whole, by rows, in bounded memory; it is not resized."""
     memory: str = "2GB"
-    """Memory for tokens, such as 2GB or 500MB; weights are not included."""
+    """Memory for tokens, such as 2GB or 500MB, of each process; weights are not included."""
     spill: str | None = None
     """Folder for tokens that do not fit into memory; they are removed however the command ends. null = refuse such
     images."""
     state: str | None = None
     """Folder for the state of the job: after a kill, the same command continues from its last layer. It is removed at
-    the end. null = start over."""
+    the end. null = start over. Not with several processes."""
     mask: str | None = None
     """Which parts of the image count: a file (PNG, TIFF, .npy; 0 = background) of the whole image at any lower
     resolution; tissue = where colours are saturated; nodata = pixels with data; null = all."""
+    timeout_minutes: float = 30.0
+    """How long the processes of torchrun, which share the image, wait for each other."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_fields(self, "", timeout_minutes=Range(0, MOST_MINUTES, above_least=True))
         if not self.stream:
             defaults = {one.name: one.default for one in fields(self)}
             given = [name for name in self.needs_stream if vars(self)[name] != defaults[name]]

@@ -61,27 +61,30 @@ class EmbedGeometry:
         return module.norm(out.permute(0, 2, 3, 1)).squeeze(0)
 
     def input_rows(self, first: int, last: int) -> tuple[int, int]:
-        """Return the rows of the input that rows `first` to before `last` of the output need."""
+        """Return the rows of the input that rows `first` to before `last` of the output need; all below the last."""
         top, bottom = first * self.stride - self.padding, (last - 1) * self.stride - self.padding + self.kernel
-        return max(0, top), min(self.size[0], bottom)
+        return max(0, top), self.size[0] if last == self.out_size[0] else min(self.size[0], bottom)
 
 
-def embed_rows(geometry: EmbedGeometry, read: ReadRows, step: int) -> Iterator[tuple[int, Tensor]]:
+def embed_rows(
+    geometry: EmbedGeometry, read: ReadRows, step: int, start: int = 0, end: int | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """Yield the first row and the rows (rows, width, dim) of each chunk of the output.
 
     Args:
         geometry: The patch embedding or downsampling.
         read: Gives rows of the input. It is called for each row once, from top to bottom.
         step: Rows of the output per chunk.
+        start: The first row of the output.
+        end: The row after the last one; None = all rows.
     """
-    height = geometry.out_size[0]
+    end = geometry.out_size[0] if end is None else end
     # Rows that were read and are needed again, from row `top` on.
-    kept, top, done = torch.empty(0), 0, 0
-    for first in range(0, height, step):
-        last = min(first + step, height)
+    kept, top = torch.empty(0), geometry.input_rows(start, end)[0]
+    done = top
+    for first in range(start, end, step):
+        last = min(first + step, end)
         needed, bottom = geometry.input_rows(first, last)
-        if last == height:
-            bottom = geometry.size[0]
         if bottom > done:
             rows = read(done, bottom)
             rows = rows if kept.numel() == 0 else torch.cat([kept, rows], dim=1)
@@ -91,7 +94,7 @@ def embed_rows(geometry: EmbedGeometry, read: ReadRows, step: int) -> Iterator[t
             rows, top = rows[:, needed - top :], needed
         done = max(done, bottom)
         yield first, geometry.embed(rows, top, first, last)
-        if last < height:
+        if last < end:
             next_top = min(geometry.input_rows(last, last + 1)[0], done)
             # A copy: the rows themselves may be large, or be overwritten.
             kept = rows[:, next_top - top :].clone()

@@ -2,7 +2,10 @@
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+from ..models._inline_vit import as_image
 
 
 @runtime_checkable
@@ -53,3 +56,26 @@ class TensorSource:
     def rows(self, top: int, bottom: int) -> Tensor:
         """See ImageSource.rows."""
         return self.image[0, :, top:bottom]
+
+
+def make_source(image: Tensor | ImageSource, channels: int) -> ImageSource:
+    """Return a source of the rows of an image, or raise ValueError if it does not fit the model."""
+    source: ImageSource
+    if isinstance(image, Tensor):
+        as_image(image, channels)
+        if image.shape[0] != 1:
+            raise ValueError(
+                f"one image is streamed at a time, but the batch has {image.shape[0]}: pass image[i : i + 1]"
+            )
+        source = TensorSource(image.detach().to("cpu", torch.float32))
+    elif isinstance(image, ImageSource):
+        source = image
+    else:
+        raise ValueError(
+            f"expected a tensor (1, channels, height, width) or an ImageSource, but got {type(image).__name__}"
+        )
+    if source.channels != channels:
+        raise ValueError(f"the image has {source.channels} channels, but the model takes {channels}")
+    if min(source.size) < 1:
+        raise ValueError(f"the image has {source.size[0]} × {source.size[1]} pixels: there is nothing to compute")
+    return source

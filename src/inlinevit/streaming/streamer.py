@@ -7,21 +7,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..layers import SoftmaxAttention
-from ..layers._chunks import has_hooks
-from ..layers._inference_block import InferenceBlock
-from ..layers.block import Block
-from ..models._inline_vit import InLineViT, Stage, as_image
-from ..utils.memory import FLOAT_BYTES
-from .blocks import AttentionPass, Chunk, ConvMlpPass, Pass, make_passes
+from ..parallel.collectives import SequenceGroup, all_reduce
+from .attention_pass import AttentionPass
 from .checkpoint import Checkpoint, Position, fingerprint_of
-from .embed import EmbedGeometry, PositionRows, embed_rows
+from .embed import embed_rows
 from .mask import stage_masks
-from .plan import MemoryPlan, StageSize, make_plan, parse_bytes
+from .model_checks import check_model
+from .passes import ConvMlpPass, Pass
+from .plan import MemoryPlan, make_plan, parse_bytes
+from .run_pass import hide_background, run_pass
+from .shards import FirstProcessSink, ShardedTokenMap, agree, sequence_group
 from .sink import MapSink
-from .source import ImageSource, TensorSource
+from .source import ImageSource, TensorSource, make_source
+from .stage import StreamedStage, embed_work, is_reduced, stage_work
 from .token_map import FileTokenMap, MemoryTokenMap, TokenMap
 
 
@@ -36,6 +38,7 @@ def stream(
     chunk_rows: int | None = None,
     progress: Callable[[float], None] | None = None,
     resume: str | Path | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """Compute a model for one image of any size in bounded memory: the result of the plain forward pass.
 
@@ -68,19 +71,37 @@ def stream(
         resume: A folder for the state of this run, from which the same call continues after an interruption, with the
             same result. It is removed at the end. Maps that had been delivered are not delivered again. Tokens are in
             two files in this folder, also if they would fit into memory.
+        group: Processes that share the image, each of which calls this function with the same arguments, such as
+            `torch.distributed.group.WORLD`. A process reads and computes its rows of the image; `memory` is that of
+            each process. Maps are delivered to the sinks of the first process only. Not with `resume`.
 
     Returns:
-        What `model(image)` returns: logits (1, classes).
+        What `model(image)` returns: logits (1, classes), in all processes.
     """
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}: it should be at least 1")
-    streamer = Streamer(model, image, mask, features or {}, progress)
-    plan = streamer.plan(
-        parse_bytes(memory), can_spill=spill is not None, must_spill=resume is not None, rows=chunk_rows
-    )
+    processes = None if group is None else sequence_group(group)
+    prepared: tuple[Streamer, MemoryPlan] | None = None
+    error: Exception | None = None
     folder = None if spill is None else Path(spill)
-    if folder is not None and not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: name one that exists to spill to")
+    try:
+        if chunk_rows is not None and chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}: it should be at least 1")
+        if processes is not None and resume is not None:
+            raise ValueError("the state of several processes that share an image is not saved: leave out resume")
+        streamer = Streamer(model, image, mask, features or {}, progress, processes)
+        plan = streamer.plan(
+            parse_bytes(memory), can_spill=spill is not None, must_spill=resume is not None, rows=chunk_rows
+        )
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder: name one that exists to spill to")
+        prepared = streamer, plan
+    except Exception as problem:
+        if processes is None:
+            raise
+        error = problem
+    if processes is not None:
+        agree(processes, error, {} if prepared is None else prepared[0].shared_facts(prepared[1]))
+    assert prepared is not None
+    streamer, plan = prepared
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             return streamer.run(plan, folder, None if resume is None else Path(resume))
@@ -88,69 +109,6 @@ def stream(
             for sink in streamer.sinks.values():
                 sink.abort()
             raise
-
-
-class StreamedStage:
-    """A stage over a map of a given size.
-
-    Args:
-        stage: The stage.
-        size: (height, width) of its input.
-        name: Its name in the model.
-    """
-
-    def __init__(self, stage: Stage, size: tuple[int, int], name: str) -> None:
-        self.stage, self.name = stage, name
-        embed = stage.patch_embed if stage.patch_embed is not None else stage.downsample
-        assert embed is not None
-        self.geometry = EmbedGeometry(embed, size)
-        self.feat_size = self.geometry.out_size
-        self.channels = block_list(stage)[0].norm1.normalized_shape[0]
-        self.passes: list[Pass] = []
-        # The names of blocks by the number of passes after which they are complete.
-        self.block_names: dict[int, str] = {}
-        for index, block in enumerate(block_list(stage)):
-            if type(block) not in (Block, InferenceBlock):
-                raise ValueError(
-                    f"{type(block).__name__} cannot be streamed: use a model of inlinevit as it was created"
-                )
-            self.passes += make_passes(block, self.feat_size, stage.num_prefix_tokens)
-            self.block_names[len(self.passes)] = f"{name}.blocks.{index}"
-        self.mask: Tensor | None = None
-
-    @property
-    def row_multiple(self) -> int:
-        """Chunks have a multiple of this many rows."""
-        return math.lcm(*(each for one in self.passes for each in (one.row_height, one.summary_height)))
-
-    def size_for_plan(self) -> StageSize:
-        """Return what the memory of the stage depends on."""
-        # The input of a patch, which is read, padded and rearranged; the new tokens with their norm and positions.
-        embedding = 4 * self.geometry.stride**2 * input_channels(self.geometry.module) + 4 * self.channels
-        states = [state_bytes(one) for one in self.passes]
-        return StageSize(
-            *self.feat_size,
-            self.channels,
-            self.row_multiple,
-            max(one.halo for one in self.passes),
-            max(embedding, *(one.token_floats for one in self.passes)),
-            # Those of a pass and of the next one.
-            max(first + second for first, second in zip(states, [*states[1:], 0], strict=True)),
-        )
-
-    def positions(self) -> PositionRows | None:
-        """Return the learned positions of the map, if there are any."""
-        resample, pos_embed = self.stage.resample_pos_embed, self.stage.pos_embed
-        if resample is None or pos_embed is None:
-            return None
-        return PositionRows(resample, pos_embed.detach(), self.feat_size)
-
-    def first_prefix(self, positions: PositionRows | None) -> Tensor:
-        """Return the prefix tokens before the first block, (prefix, channels)."""
-        if self.stage.cls_token is None:
-            return torch.empty(0, self.channels)
-        prefix = self.stage.cls_token.detach()[0].expand(self.stage.num_prefix_tokens, -1)
-        return prefix if positions is None else prefix + positions.prefix
 
 
 class Streamer:
@@ -163,7 +121,9 @@ class Streamer:
         mask: Tensor | None,
         features: Mapping[str, MapSink],
         progress: Callable[[float], None] | None,
+        group: SequenceGroup | None = None,
     ) -> None:
+        self.group = group
         self.model = check_model(model)
         self.source = make_source(image, self.model.in_chans)
         width, height = self.source.size
@@ -186,10 +146,34 @@ class Streamer:
         for name in self.sinks:
             if name not in names:
                 raise ValueError(f"the model has no map {name!r}: choose from {', '.join(names)}")
+        if group is not None:
+            self.shard(group)
         self.delivered: tuple[str, ...] = ()
         self.progress = progress
         self.done = 0.0
         self.checkpoint: Checkpoint | None = None
+
+    def shard(self, group: SequenceGroup) -> None:
+        """Share the rows of all maps between processes."""
+        first = self.stages[0]
+        units = -(-first.feat_size[0] // first.row_multiple)
+        if units < group.size:
+            what = "rows of tokens" if first.row_multiple == 1 else "rows of windows"
+            raise ValueError(
+                f"an image of {self.image_size[0]} rows has {units} {what}, which {group.size} processes cannot "
+                f"share: use at most {units} processes"
+            )
+        for stage, previous in zip(self.stages, [None, *self.stages[:-1]], strict=True):
+            stage.shard(group, previous)
+
+    def shared_facts(self, plan: MemoryPlan) -> dict[str, object]:
+        """Return what has to be the same in all processes that share the image."""
+        return {
+            "image size": self.image_size,
+            "model or mask": fingerprint_of(self.model, ("mask", self.given_mask)),
+            "choice of maps": sorted(self.sinks),
+            "plan of memory": tuple(plan),
+        }
 
     def plan(self, budget: int, *, can_spill: bool, must_spill: bool, rows: int | None) -> MemoryPlan:
         """Choose where maps are, and the rows per chunk; arguments as in make_plan."""
@@ -238,10 +222,12 @@ class Streamer:
         prefix = stage.first_prefix(positions)
         tokens = self.new_map(index)
         try:
-            summary = start_summary(stage.passes[0], prefix)
+            summary = self.start_summary(stage.passes[0], prefix)
             rows_per_chunk = self.memory_plan.chunk_rows[index]
+            if isinstance(previous, ShardedTokenMap):
+                previous.borrow(stage.embed_borrowed)
             read = self.read_pixels if previous is None else map_reader(previous)
-            for top, rows in embed_rows(stage.geometry, read, rows_per_chunk):
+            for top, rows in embed_rows(stage.geometry, read, rows_per_chunk, stage.start, stage.end):
                 bottom = top + len(rows)
                 if positions is not None:
                     rows = rows + positions.rows(top, bottom)
@@ -249,7 +235,7 @@ class Streamer:
                 rows = hide_background(rows, mask)
                 tokens.write(top, rows)
                 if stage.passes[0].needs_summary:
-                    stage.passes[0].add(summary, rows, mask)
+                    stage.passes[0].add(summary, rows, mask, top)
                 self.report(self.done + embed_work(stage, len(rows)) / self.total_work)
             if previous is not None:
                 previous.close()
@@ -258,6 +244,13 @@ class Streamer:
         except BaseException:
             tokens.close()
             raise
+
+    def start_summary(self, step: Pass, prefix: Tensor) -> Any:
+        """Return a summary of the prefix tokens, if a pass needs one; of several processes, the first one has them."""
+        summary = step.start_summary()
+        if len(prefix) > 0 and step.needs_summary and (self.group is None or self.group.rank == 0):
+            cast(AttentionPass, step).add_prefix(summary, prefix)
+        return summary
 
     def read_pixels(self, top: int, bottom: int) -> Tensor:
         """Return rows of the image, (channels, rows, width)."""
@@ -284,10 +277,10 @@ class Streamer:
                 return tokens, prefix
             self.deliver_block(index, position.passes, tokens, prefix)
             step = stage.passes[position.passes]
-            summary = start_summary(step, prefix)
+            summary = self.start_summary(step, prefix)
             if step.needs_summary:
                 for top, rows in self.chunks(index, tokens):
-                    step.add(summary, rows, None if stage.mask is None else stage.mask[top : top + len(rows)])
+                    step.add(summary, rows, None if stage.mask is None else stage.mask[top : top + len(rows)], top)
             return self.run_passes(index, position.passes, tokens, prefix, summary)
         except BaseException:
             tokens.close()
@@ -308,91 +301,34 @@ class Streamer:
         stage = self.stages[index]
         for number in range(first, len(stage.passes)):
             step, following = stage.passes[number], (*stage.passes, None)[number + 1]
+            if self.group is not None and step.needs_summary:
+                summary = step.reduce(summary, self.group)
             finished = step.finish(summary)
             new_prefix = step.apply_prefix(prefix, finished) if len(prefix) > 0 else prefix
-            summary = None if following is None else start_summary(following, new_prefix)
+            summary = None if following is None else self.start_summary(following, new_prefix)
+            chunk_rows = self.memory_plan.chunk_rows[index]
             if self.needs_map(index, number):
                 target = self.new_map(index) if self.checkpoint is not None else tokens
+                if isinstance(tokens, ShardedTokenMap) and number in stage.borrowed:
+                    tokens.borrow(stage.borrowed[number])
                 try:
-                    for rows, mask in self.run_pass(index, step, finished, tokens, target):
+                    for top, rows, mask in run_pass(stage, step, finished, tokens, target, chunk_rows):
                         if following is not None and following.needs_summary:
-                            following.add(summary, rows, mask)
+                            following.add(summary, rows, mask, top)
                         work = stage_work(stage)[number + 1] * len(rows) / stage.feat_size[0]
                         self.report(self.done + work / self.total_work)
                 finally:
                     if target is not tokens:
                         tokens.close()
                 tokens = target
+                if isinstance(tokens, ShardedTokenMap) and step.shift > 0:
+                    tokens.give_back()
             prefix = new_prefix
             if self.needs_map(index, number):
                 self.save(tokens, index, number + 1, prefix)
                 self.deliver_block(index, number + 1, tokens, prefix)
         self.deliver_stage(index, tokens)
         return tokens, prefix
-
-    def run_pass(
-        self, index: int, step: Pass, finished: Any, tokens: TokenMap, target: TokenMap
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Replace the rows of a map, in place or in another map; yield new rows and which of their tokens are real."""
-        stage, count = self.stages[index], self.memory_plan.chunk_rows[index]
-        height = stage.feat_size[0]
-        if step.shift > 0:
-            yield from self.run_shifted_pass(index, step, finished, tokens, target)
-            return
-        above = torch.empty(0, *tokens.read(0, 0).shape[1:])
-        for top in range(0, height, count):
-            bottom = min(top + count, height)
-            end = min(bottom + step.halo, height)
-            rows = tokens.read(top, end)
-            rows, below = rows[: bottom - top], rows[bottom - top :]
-            mask = None if stage.mask is None else stage.mask[top - len(above) : end]
-            # A copy of what is above the next chunk, because these rows are overwritten.
-            last = torch.cat([above, rows[-step.halo :]])[-step.halo :] if step.halo > 0 else above
-            new = self.apply(step, Chunk(rows, above, below, mask), finished)
-            above = last
-            target.write(top, new)
-            yield new, None if stage.mask is None else stage.mask[top:bottom]
-
-    def run_shifted_pass(
-        self, index: int, step: Pass, finished: Any, tokens: TokenMap, target: TokenMap
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """See run_pass, for a map that is rolled up: its last windows have the last and the first rows of the map."""
-        stage, count = self.stages[index], self.memory_plan.chunk_rows[index]
-        height, shift = stage.feat_size[0], step.shift
-        padded = -(-height // step.row_height) * step.row_height
-        for first in range(0, padded, count):
-            top, bottom = first + shift, min(first + count, padded) + shift
-            # Rows of the map, padding, and rows of the top of the map.
-            middle = (min(top, height), min(bottom, height))
-            padding = max(0, min(bottom, padded) - max(top, height))
-            start = (max(0, top - padded), max(0, bottom - padded))
-            rows = tokens.read(*middle)
-            mask = None if stage.mask is None else stage.mask[slice(*middle)]
-            if padding > 0 or start[1] > start[0]:
-                empty = torch.zeros(padding, *rows.shape[1:])
-                if mask is None and padding > 0:
-                    mask = torch.ones(rows.shape[:2], dtype=torch.bool)
-                first_rows = tokens.read(*start)
-                rows = torch.cat([rows, empty, first_rows])
-                if mask is not None:
-                    first_mask = torch.ones(first_rows.shape[:2], dtype=torch.bool)
-                    first_mask = first_mask if stage.mask is None else stage.mask[slice(*start)]
-                    mask = torch.cat([mask, torch.zeros(empty.shape[:2], dtype=torch.bool), first_mask])
-            new = self.apply(step, Chunk(rows, rows[:0], rows[:0], mask, start[1] - start[0]), finished)
-            for begin, (start_row, end_row) in ((0, middle), (len(new) - (start[1] - start[0]), start)):
-                if end_row > start_row:
-                    part = new[begin : begin + end_row - start_row]
-                    target.write(start_row, part)
-                    yield part, None if stage.mask is None else stage.mask[start_row:end_row]
-
-    def apply(self, step: Pass, chunk: Chunk, finished: Any) -> Tensor:
-        """Return the new rows of a chunk; background is zero."""
-        if chunk.mask is None:
-            return step.apply(chunk, finished)
-        mask = chunk.own_rows(chunk.mask)
-        if not bool(mask.any()):
-            return torch.zeros_like(chunk.tokens)
-        return hide_background(step.apply(chunk, finished), mask)
 
     def needs_map(self, index: int, number: int) -> bool:
         """Return whether the map after a pass is needed, or only the prefix tokens for the head."""
@@ -408,18 +344,21 @@ class Streamer:
         stage = self.stages[index]
         is_wanted = "norm" in self.sinks and "norm" not in self.delivered
         if model.global_pool == "avg" or is_wanted:
-            sums, sink = torch.zeros(stage.channels, dtype=torch.float64), self.sinks.get("norm")
-            if is_wanted and sink is not None:
+            sums, sink = torch.zeros(stage.channels, dtype=torch.float64), None
+            if is_wanted:
+                sink = self.sink("norm", index)
                 sink.begin((*stage.feat_size, stage.channels), model.reductions[index])
             for top, rows in self.chunks(index, tokens):
                 mask = None if stage.mask is None else stage.mask[top : top + len(rows)]
                 rows = hide_background(model.norm(rows), mask)
                 sums += rows.sum(dim=(0, 1), dtype=torch.float64)
-                if is_wanted and sink is not None:
+                if sink is not None:
                     sink.write_rows(top, rows)
-            if is_wanted and sink is not None:
+            if sink is not None:
                 sink.close()
                 self.mark_delivered("norm", index, len(stage.passes), prefix)
+            if self.group is not None:
+                sums = all_reduce(sums, self.group)
         if model.global_pool == "token":
             pooled = model.norm(prefix)[:1]
         else:
@@ -443,12 +382,17 @@ class Streamer:
         """Deliver a map, if it is wanted and was not delivered before; return whether it was."""
         if name not in self.sinks or name in self.delivered:
             return False
-        stage, sink = self.stages[index], self.sinks[name]
+        stage, sink = self.stages[index], self.sink(name, index)
         sink.begin((*stage.feat_size, stage.channels), self.model.reductions[index])
         for top, rows in self.chunks(index, tokens):
             sink.write_rows(top, rows)
         sink.close()
         return True
+
+    def sink(self, name: str, index: int) -> MapSink:
+        """Return where the rows of this process go, of a map of a stage."""
+        stage, sink = self.stages[index], self.sinks[name]
+        return sink if stage.rows is None else FirstProcessSink(sink, stage.rows, self.memory_plan.chunk_rows[index])
 
     def mark_delivered(self, name: str, index: int, passes: int, prefix: Tensor) -> None:
         """Note that a map was delivered."""
@@ -458,17 +402,20 @@ class Streamer:
 
     def chunks(self, index: int, tokens: TokenMap) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the rows of each chunk of a map."""
-        height, count = self.stages[index].feat_size[0], self.memory_plan.chunk_rows[index]
-        for top in range(0, height, count):
-            yield top, tokens.read(top, min(top + count, height))
+        stage, count = self.stages[index], self.memory_plan.chunk_rows[index]
+        for top in range(stage.start, stage.end, count):
+            yield top, tokens.read(top, min(top + count, stage.end))
 
     def new_map(self, index: int) -> TokenMap:
         """Return an empty map of a stage, in memory or in a file."""
         stage = self.stages[index]
-        shape = (*stage.feat_size, stage.channels)
+        # At least one row: there are no files of nothing.
+        shape = (max(1, stage.end - stage.start), stage.feat_size[1], stage.channels)
         if self.checkpoint is not None:
             return self.checkpoint.new_map(*shape)
-        return MemoryTokenMap(*shape) if self.memory_plan.in_memory else FileTokenMap(*shape, folder=self.spill)
+        own: TokenMap
+        own = MemoryTokenMap(*shape) if self.memory_plan.in_memory else FileTokenMap(*shape, folder=self.spill)
+        return own if stage.rows is None else ShardedTokenMap(own, stage.rows)
 
     def save(self, tokens: TokenMap, index: int, passes: int, prefix: Tensor) -> None:
         """Make a complete map the one to resume from."""
@@ -477,8 +424,8 @@ class Streamer:
 
     @property
     def total_work(self) -> float:
-        """The work for the whole image."""
-        return sum(sum(stage_work(stage)) for stage in self.stages)
+        """The work of this process for the image."""
+        return sum(sum(stage_work(stage)) * stage.share for stage in self.stages)
 
     def report(self, done: float) -> None:
         """Report the fraction of the work that is done."""
@@ -497,68 +444,6 @@ class Streamer:
         return fingerprint_of(self.model, repr(self.model), self.image_size, ("image", image), ("mask", mask))
 
 
-def check_model(model: nn.Module) -> InLineViT:
-    """Return the model, or raise ValueError if it cannot be streamed."""
-    if not isinstance(model, InLineViT):
-        raise ValueError(
-            f"{type(model).__name__} cannot be streamed: use a classification model of inlinevit, such as "
-            'timm.create_model("inline_deit_tiny")'
-        )
-    if model.training:
-        raise ValueError("the model is in training mode: call model.eval() first")
-    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in model.parameters()):
-        raise ValueError("streaming computes in float32 on the CPU: call model.float().cpu() first")
-    if has_hooks(model):
-        raise ValueError("modules of the model have hooks, which streaming does not call: remove them")
-    if model.global_pool == "":
-        raise ValueError(
-            "without pooling, the result is a map as large as the image: set global_pool to 'avg' or 'token', and ask "
-            "for the map 'norm' in features"
-        )
-    return model
-
-
-def make_source(image: Tensor | ImageSource, channels: int) -> ImageSource:
-    """Return a source of the rows of an image, or raise ValueError if it does not fit the model."""
-    source: ImageSource
-    if isinstance(image, Tensor):
-        as_image(image, channels)
-        if image.shape[0] != 1:
-            raise ValueError(
-                f"one image is streamed at a time, but the batch has {image.shape[0]}: pass image[i : i + 1]"
-            )
-        source = TensorSource(image.detach().to("cpu", torch.float32))
-    elif isinstance(image, ImageSource):
-        source = image
-    else:
-        raise ValueError(
-            f"expected a tensor (1, channels, height, width) or an ImageSource, but got {type(image).__name__}"
-        )
-    if source.channels != channels:
-        raise ValueError(f"the image has {source.channels} channels, but the model takes {channels}")
-    if min(source.size) < 1:
-        raise ValueError(f"the image has {source.size[0]} × {source.size[1]} pixels: there is nothing to compute")
-    return source
-
-
-def block_list(stage: Stage) -> list[Block]:
-    """Return the blocks of a stage."""
-    return cast(list[Block], list(stage.blocks))
-
-
-def start_summary(step: Pass, prefix: Tensor) -> Any:
-    """Return a summary of the prefix tokens, if a pass needs one."""
-    summary = step.start_summary()
-    if len(prefix) > 0 and step.needs_summary:
-        cast(AttentionPass, step).add(summary, prefix.unsqueeze(0), None, is_prefix=True)
-    return summary
-
-
-def hide_background(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """Return rows (rows, width, channels) with zeros where mask (rows, width) is False."""
-    return rows if mask is None else rows.masked_fill(~mask.unsqueeze(2), 0.0)
-
-
 def map_reader(tokens: TokenMap) -> Callable[[int, int], Tensor]:
     """Return a function that gives rows of a map, (channels, rows, width), and frees the memory of rows before them."""
 
@@ -567,50 +452,3 @@ def map_reader(tokens: TokenMap) -> Callable[[int, int], Tensor]:
         return tokens.read(top, bottom).permute(2, 0, 1)
 
     return read
-
-
-def input_channels(module: nn.Module) -> int:
-    """Return the channels of the input of a patch embedding or downsampling."""
-    weight = next(parameter for parameter in module.parameters() if parameter.dim() > 1)
-    return weight.shape[1] if weight.dim() == 4 else weight.shape[1] // 4
-
-
-def is_reduced(step: Pass) -> bool:
-    """Return whether the keys of a pass are those of a smaller map."""
-    return isinstance(step, AttentionPass) and any(group.is_reduced for group in step.groups)
-
-
-def state_bytes(step: Pass) -> int:
-    """Return the size of the summary of a pass."""
-    if not isinstance(step, AttentionPass):
-        return 0
-    total = 0
-    for group in step.groups:
-        if group.is_tall and isinstance(group.attn, SoftmaxAttention):
-            count = 1 if group.is_reduced else -(-group.windows.map_width // group.windows.window_width)
-            total += 2 * FLOAT_BYTES * group.num_keys * count * group.channels
-        elif group.is_tall:
-            count = -(-group.windows.map_width // group.windows.window_width)
-            # In float64, merged from two.
-            total += 3 * 2 * FLOAT_BYTES * count * group.channels * (group.attn.head_dim + 4)
-    return total + 8 * FLOAT_BYTES * step.attn.dim**2
-
-
-def embed_work(stage: StreamedStage, rows: int) -> float:
-    """Return the work of embedding rows, in multiplications."""
-    return float(rows * stage.feat_size[1] * stage.channels * stage.geometry.kernel**2 * 3)
-
-
-def stage_work(stage: StreamedStage) -> list[float]:
-    """Return the work of the embedding and of each pass of a stage, about, in multiplications."""
-    tokens = float(math.prod(stage.feat_size))
-    blocks = [12 * tokens * stage.channels**2 for _ in stage.passes]
-    for index, step in enumerate(stage.passes):
-        if isinstance(step, AttentionPass) and isinstance(step.attn, SoftmaxAttention):
-            blocks[index] += sum(2 * tokens * keys_of(group) * group.channels for group in step.groups)
-    return [embed_work(stage, stage.feat_size[0]), *blocks]
-
-
-def keys_of(group: Any) -> int:
-    """Return the number of keys that a query of a head group attends to."""
-    return group.num_keys if group.is_tall else group.windows.window_height * group.windows.window_width
