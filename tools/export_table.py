@@ -1,7 +1,8 @@
 """Export models, check them at sizes that the recorded example did not have, and write the table of docs/export.md.
 
 Each model is exported by a process of its own. Results are kept in .cache/export_table, so that an interrupted run
-continues: `python tools/export_table.py` exports what is missing and writes the table of all results.
+continues: `python tools/export_table.py` exports what is missing and writes the table of all results. It ends with an
+error if a model could not be exported.
 """
 
 import argparse
@@ -98,22 +99,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="all by default")
     parser.add_argument("--one", choices=MODELS, help="export this one here, and print its row as JSON")
+    parser.add_argument("--no-page", action="store_true", help="keep the results, and do not write the table")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(export_one(options.one)))
         return
     RESULTS.mkdir(parents=True, exist_ok=True)
+    failed = []
     for name in options.models:
         if result_file(name).is_file():
             continue
         ended = subprocess.run([sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True)
         if ended.returncode:
-            print(f"{name} failed", file=sys.stderr)
+            failed.append(name)
             continue
         result_file(name).write_text(ended.stdout.splitlines()[-1] + "\n", encoding="utf-8")
         print(ended.stdout.splitlines()[-1], flush=True)
-    rows = [json.loads(result_file(name).read_text()) for name in MODELS if result_file(name).is_file()]
-    write_table(make_table(rows))
+    if not options.no_page:
+        rows = [json.loads(result_file(name).read_text()) for name in MODELS if result_file(name).is_file()]
+        write_table(make_table(rows))
+    if failed:
+        raise SystemExit(f"not exported: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

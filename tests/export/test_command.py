@@ -8,12 +8,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from inlinevit.cli import main
+from inlinevit.engine.exported_model import ExportedModel
+from inlinevit.export import parity as parity_module
 from inlinevit.export.command import parse_static
-from inlinevit.export.parity import parity_shapes, relative_difference
+from inlinevit.export.parity import least_size, measure_parity, parity_shapes, relative_difference
+from tests.engine.exported_files import make_metadata, weights, write_model
 
 # Exports a model of one block in all formats and precisions, in the folder of the first argument.
 CHILD = """
@@ -92,18 +97,75 @@ def test_static_shapes_are_parsed() -> None:
     assert parse_static("1,3,224,192") == [1, 3, 224, 192]
 
 
-def test_parity_is_measured_at_other_sizes_than_multiples_of_patches() -> None:
-    shapes = parity_shapes(3, 224, None)
-    assert {batch for batch, *_ in shapes} == {1, 3}
-    assert any(height != width for *_, height, width in shapes)
-    assert any(height % 4 and width % 4 for *_, height, width in shapes)
-    assert any(height > 224 for *_, height, _ in shapes)
-    assert parity_shapes(3, 224, [1, 3, 64, 32]) == [[1, 3, 64, 32]]
+@pytest.mark.parametrize("size", [32, 224, 384, 512])
+def test_parity_is_measured_at_three_sizes_with_one_image_and_three(size: int) -> None:
+    shapes = parity_shapes(3, size, None)
+    sizes = {(height, width) for *_, height, width in shapes}
+    assert len(sizes) == 3
+    assert shapes == [
+        [batch, 3, *one] for one in dict.fromkeys(tuple(shape[2:]) for shape in shapes) for batch in (1, 3)
+    ]
+    assert (size, size) in sizes
+    # Not square, divided by no patch, and larger than in training.
+    assert any(height != width and height % 4 and width % 4 and height > size for height, width in sizes)
+    assert all(side >= least_size(size) for one in sizes for side in one)
+    assert parity_shapes(3, size, [1, 3, 64, 32]) == [[1, 3, 64, 32]]
+
+
+def test_every_batch_and_size_is_compared(tmp_path: Path) -> None:
+    """A file that is wrong for one shape only is refused; shapes are those of the metadata."""
+    from torch import nn
+
+    metadata = make_metadata()
+    file = write_model(tmp_path / "model.onnx", metadata)
+    right = nn.Sequential(nn.Conv2d(3, 2, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    right[0].weight = nn.Parameter(torch.from_numpy(weights(2)))
+    shapes = parity_shapes(3, 32, None)
+    parity = measure_parity(file, right, metadata, shapes)
+    assert parity.difference <= parity.tolerance == 1e-4
+    assert parity.shapes == shapes
+    for shape in shapes:
+
+        class WrongOnce(ExportedModel):
+            def forward(self, images: torch.Tensor, wrong: list[int] = shape) -> torch.Tensor:
+                outputs: torch.Tensor = super().forward(images)
+                if list(images.shape) == wrong:
+                    outputs[-1] *= 1.01
+                return outputs
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parity_module, "ExportedModel", WrongOnce)
+            with pytest.raises(ValueError, match="×".join(map(str, shape))):
+                measure_parity(file, right, metadata, shapes)
+
+
+@pytest.mark.parametrize(
+    ("package", "options"),
+    [
+        ("onnx", []),
+        ("onnxscript", []),
+        ("onnxruntime", []),
+        ("openvino", ["--format", "openvino"]),
+        ("nncf", ["--format", "openvino", "--quantize", "int8", "--data", "photos"]),
+    ],
+)
+def test_missing_packages_are_reported_before_anything_is_computed(
+    package: str,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf"):
+        monkeypatch.setitem(sys.modules, name, None if name == package else ModuleType(name))
+    monkeypatch.setattr("inlinevit.export.command.open_source", lambda *_, **__: pytest.fail("the model was loaded"))
+    file = tmp_path / ("model.xml" if "openvino" in options else "model.onnx")
+    error = refusal(capsys, "inline_deit_tiny", "--untrained", "--output", str(file), *options)
+    assert f"{package} halted; None in sys.modules: pip install 'inlinevit[export]'" in error
+    assert not list(tmp_path.iterdir())
 
 
 def test_nan_and_other_shapes_differ_infinitely() -> None:
-    import torch
-
     expected = torch.tensor([[1.0, -4.0]])
     assert relative_difference(torch.tensor([[1.0, -3.0]]), expected) == pytest.approx(0.25)
     assert relative_difference(torch.tensor([[float("nan"), -4.0]]), expected) == float("inf")

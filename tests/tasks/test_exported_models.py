@@ -12,7 +12,7 @@ from PIL import Image
 
 import inlinevit
 from inlinevit.cli import main
-from inlinevit.engine.exported import Preprocessing
+from inlinevit.engine.exported import InputShape, Preprocessing, SideRange
 from inlinevit.engine.exported_run import check_exported_device
 from tests.engine.exported_files import INFERENCE, make_metadata, make_model, write_model
 from tests.tasks.runs import make_classification, make_segmentation
@@ -83,6 +83,25 @@ def test_eval_of_a_classifier(home: Path, tmp_path: Path) -> None:
     assert found["images"] > 0
     assert found["model"].endswith("classification.onnx")
     assert (tmp_path / "out" / "evaluation.html").exists()
+
+
+def test_images_of_sizes_that_the_file_does_not_take_are_reported(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As broken images are, while the others are predicted."""
+    # Shorter sides become 32.
+    metadata = replace(make_metadata("segmentation"), input=InputShape(3, SideRange(32), SideRange(36)))
+    file = write_model(tmp_path / "model.onnx", metadata)
+    assert run("segment", "predict", file, home / "photos", "--output", tmp_path / "out") == 1
+    records = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert ["error" in record for record in records] == [False, True, True]
+    assert records[2]["error"].endswith(
+        "c.png is not predicted: the model takes images with a width of at least 36, not 32: resize them"
+    )
+    called = inlinevit.load(file)(home / "photos")
+    assert [one.error for one in called] == [record.get("error") for record in records]
+    with pytest.raises(ValueError, match="with a width of at least 36"):
+        inlinevit.load(file)(home / "photos" / "c.png")
 
 
 def test_eval_of_a_segmentation_model(home: Path, tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ RANGES = {
 }
 
 
+class ImageSizeError(ValueError):
+    """An image has a height or width that the model does not take."""
+
+
 @dataclass(frozen=True)
 class SideRange:
     """Which heights, or widths, of images a model takes.
@@ -84,7 +88,7 @@ class InputShape:
     batch: int | None = None
 
     def check(self, shape: typing.Sequence[int]) -> None:
-        """Refuse the shape of an input that the model was not exported for."""
+        """Refuse the shape of an input that the model was not exported for: ValueError, or ImageSizeError."""
         wanted = f"(batch, {self.channels}, height, width)"
         require(len(shape) == 4, f"the input has the shape {tuple(shape)}: it should be {wanted}")
         batch, channels, *sides = shape
@@ -97,10 +101,10 @@ class InputShape:
             "export it without --static",
         )
         for name, allowed, length in zip(("height", "width"), (self.height, self.width), sides, strict=True):
-            require(
-                allowed.contains(length),
-                f"the model takes images with a {name} of {allowed.describe()}, not {length}: resize them",
-            )
+            if not allowed.contains(length):
+                raise ImageSizeError(
+                    f"the model takes images with a {name} of {allowed.describe()}, not {length}: resize them"
+                )
 
 
 @dataclass(frozen=True)

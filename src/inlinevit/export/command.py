@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.exported import ExportedMetadata, ExportFormat, store_in_onnx, store_in_openvino
+from ..engine.exported_model import import_openvino
 from ..engine.outputs import check_output_file
 from ..utils.atomic import disk_full_errors, fsync_dir, is_stream
 from ..utils.extras import extras_named
@@ -104,11 +105,14 @@ def export_model(
 def require_packages(settings: ExportSettings) -> None:
     """Import what is needed at the end, so that nothing is computed in vain."""
     import onnx  # noqa: F401
-    import onnxruntime  # noqa: F401
     import onnxscript  # noqa: F401
 
-    if settings.format == "openvino":
-        import openvino  # noqa: F401
+    if settings.format == "onnx":
+        import onnxruntime  # noqa: F401
+    else:
+        import_openvino()
+        if settings.quantize:
+            import nncf  # noqa: F401
 
 
 def write_exported(source: ExportSource, path: Path, settings: ExportSettings) -> ExportedMetadata:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from ..utils.validation import require
 from .program import LEAST
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2}
+# Images at a time in the comparison, beside one.
+BATCH = 3
 RUNTIMES = {"onnx": "onnxruntime", "openvino": "openvino"}
 
 
 def parity_shapes(channels: int, size: int, static: Sequence[int] | None) -> list[list[int]]:
-    """Return the shapes to compare: the training size, others that no patch divides, larger ones, and the smallest.
+    """Return the shapes to compare: three sizes, each with one image and with BATCH.
+
+    The sizes are the training size, one that is higher and narrower and that no patch divides, and about the smallest.
 
     Args:
         channels: Of the images.
@@ -28,8 +33,8 @@ def parity_shapes(channels: int, size: int, static: Sequence[int] | None) -> lis
     if static is not None:
         return [list(static)]
     least = least_size(size)
-    sizes = [(1, size, size), (3, size + 13, size + 45), (1, size * 3 // 2, size + 1), (3, least, least + 7)]
-    return [[batch, channels, height, width] for batch, height, width in sizes]
+    sizes = [(size, size), (size * 5 // 4 + 1, max(size * 3 // 4 + 2, least + 3)), (least, least + 7)]
+    return [[batch, channels, height, width] for height, width in sizes for batch in (1, BATCH)]
 
 
 def least_size(size: int) -> int:
@@ -44,26 +49,31 @@ def measure_parity(file: Path, model: nn.Module, metadata: ExportedMetadata, sha
         file: The file, which has metadata.
         model: The model, in evaluation mode.
         metadata: What is in the file.
-        shapes: Shapes of inputs.
+        shapes: Shapes of inputs, those of the same size one after the other. The model computes the largest batch of
+            a size; the others are the first images of it.
 
     Raises:
         ValueError: They differ by more than the tolerance.
     """
     exported = ExportedModel(file)
     tolerance = TOLERANCE[metadata.precision]
-    generator = torch.Generator().manual_seed(0)
     worst = 0.0
-    for shape in shapes:
-        images = torch.randn(*shape, generator=generator)
+    for size, group in groupby(shapes, key=lambda shape: tuple(shape[1:])):
+        batches = [shape[0] for shape in group]
+        images = torch.randn(max(batches), *size, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            expected, found = as_list(model(images)), as_list(exported(images))
-        difference = max(relative_difference(*pair) for pair in zip(found, expected, strict=True))
-        require(
-            difference <= tolerance,
-            f"the exported model differs from the model by {difference:.1e} for inputs of {'×'.join(map(str, shape))}, "
-            f"more than {tolerance:.0e}, so that nothing is written: report it, with the name of the model",
-        )
-        worst = max(worst, difference)
+            expected = as_list(model(images))
+        for batch in batches:
+            found = as_list(exported(images[:batch]))
+            pairs = zip(found, expected, strict=True)
+            difference = max(relative_difference(one, whole[:batch]) for one, whole in pairs)
+            require(
+                difference <= tolerance,
+                f"the exported model differs from the model by {difference:.1e} for inputs of "
+                f"{'×'.join(map(str, (batch, *size)))}, more than {tolerance:.0e}, so that nothing is written: report "
+                "it, with the name of the model",
+            )
+            worst = max(worst, difference)
     runtime = RUNTIMES[metadata.format]
     return Parity(f"{runtime} {version(runtime)}", worst, tolerance, [list(shape) for shape in shapes])
 

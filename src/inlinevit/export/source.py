@@ -20,6 +20,7 @@ from ..engine.exported import (
 from ..engine.runs import has_config, task_of
 from ..models import load_checkpoint
 from ..models.factory import check_model_name, create_model, create_published, is_ours
+from ..models.hub import fetch_source
 from ..tasks.classification.config import ModelConfig
 from ..tasks.classification.model import build_model
 from ..tasks.classification.predictor import (
@@ -73,6 +74,7 @@ def open_source(
         untrained: Use random weights, of a model that is given by name.
         static: The shape of the input, if it is fixed.
     """
+    name = fetch_source(name)
     require(not (untrained and checkpoint), "--untrained means random weights: leave out --checkpoint, or --untrained")
     require(not (untrained and has_config(name)), f"{name} is a training run, with weights: leave out --untrained")
     if features:
