@@ -8,9 +8,10 @@ from rich.console import Console
 
 from inlinevit.benchmark import candidates
 from inlinevit.benchmark.options import BENCHES
-from inlinevit.benchmark.plots import make_figure
+from inlinevit.benchmark.plots import MODE_STYLES, make_figure
 from inlinevit.benchmark.report import conditions_sentence, make_blocks, make_markdown, print_results, write_report
 from inlinevit.benchmark.results import Measurement, Results, is_inline, read_results
+from inlinevit.benchmark.runtimes import MODES
 from inlinevit.benchmark.studies import COMPARISONS
 from inlinevit.benchmark.tables import (
     accuracy_table,
@@ -61,6 +62,16 @@ def made_up(what):
                     )
                 )
     return Results(what, dict(SETTINGS), dict(MACHINE), measurements, ["something is left out: too large"])
+
+
+def test_every_mode_is_drawn():
+    assert MODE_STYLES.keys() == MODES.keys()
+    assert all(style.name == mode for mode, style in MODE_STYLES.items())
+    results = made_up("model")
+    only, *_ = results.measurements
+    results.measurements[:] = [replace(only, mode=mode) for mode in MODES]
+    figure, _ = make_figure(results)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(MODES)
 
 
 @pytest.mark.parametrize("what", slow_except(BENCHES, "layer", "resolution", "detection"))

@@ -14,6 +14,7 @@ from inlinevit.benchmark.runtimes import MODES, Mode
 from inlinevit.benchmark.studies import run_bench
 from inlinevit.benchmark.timing import interleave
 from inlinevit.benchmark.workload import Candidate, Comparison, draw_input, draw_weights
+from inlinevit.export.program import export_program
 from inlinevit.models.inference import optimize_for_inference
 
 QUICK = Conditions(threads=1, rounds=2, patience=0.1)
@@ -42,7 +43,9 @@ def mlp_candidate(name="mlp", width=32):
     return Candidate(name, width, lambda device: mlp(width))
 
 
-def test_a_small_model_is_measured_in_all_other_runtimes():
+def test_a_small_model_is_measured_in_all_other_runtimes(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(runtimes, "export_program", lambda *args: recorded.append(args) or export_program(*args))
     results = measure("model", model_comparisons([TINY], [64], [1]), OTHERS, QUICK)
     assert results.notes == []
     found = [(one.mode, one.runtime, one.precision) for one in results.measurements]
@@ -56,6 +59,8 @@ def test_a_small_model_is_measured_in_all_other_runtimes():
         ("exported-openvino", "openvino", "float32"),
         ("exported-openvino-int8", "openvino", "int8"),
     ]
+    # Once for the four modes that use the file.
+    assert len(recorded) == 1
     for one in results.measurements:
         assert one.seconds.median > 0
         assert one.memory is None

@@ -27,6 +27,12 @@ MODE_STYLES = {
     "openvino": Style("openvino", "#D55E00", "v", ""),
     "openvino-int8": Style("openvino-int8", "#CC79A7", "P", ""),
     "onnxruntime": Style("onnxruntime", "#000000", "x", ""),
+    "onnxruntime-int8": Style("onnxruntime-int8", "#F0E442", "p", ""),
+}
+# Files for images of any size.
+MODE_STYLES |= {
+    f"exported-{name}": replace(MODE_STYLES[name], name=f"exported-{name}", hollow=True)
+    for name in ("onnxruntime", "onnxruntime-int8", "openvino", "openvino-int8")
 }
 SIZE_LETTERS = {"tiny": "T", "small": "S", "medium": "M", "base": "B", "large": "L"}
 

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from .workload import SEED, LeftOut
 
 # Returns the outputs for the input that it was made for, which the next call may overwrite.
 Call = Callable[[], Tensor | Sequence[Tensor]]
+# Files for images of any size, as onnx.ModelProto, by their modules: the modes of a candidate share one.
+EXPORTED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 # Inputs by which NNCF chooses the ranges of int8 activations.
 CALIBRATION_INPUTS = 2
 
@@ -172,7 +175,9 @@ def prepare_exported_openvino(module: nn.Module, x: Tensor, threads: int, *, int
 def onnx_model(module: nn.Module, x: Tensor, dynamic: bool) -> Any:
     """Return an onnx.ModelProto of a module for inputs of one shape, or for images of any size."""
     if dynamic:
-        return to_onnx(export_program(module, x.shape[1]), [LOGITS_NAME])
+        if module not in EXPORTED:
+            EXPORTED[module] = to_onnx(export_program(module, x.shape[1]), [LOGITS_NAME])
+        return EXPORTED[module]
     program = torch.onnx.export(module, (x,), dynamo=True, verbose=False, input_names=[INPUT_NAME])
     assert program is not None
     return program.model_proto
