@@ -22,6 +22,7 @@ from inlinevit.data.loader import EvalLoader, ShuffledLoader, StreamLoader, Trai
 from inlinevit.data.samplers import GroupedSampler, ShardedSampler, shuffle_indices
 from inlinevit.data.streams import MapDataset, ReshardedStreamReader, ReshardedStreamSampler, StreamSampler
 from inlinevit.engine.checkpoints import Progress
+from tests import pairs_of
 
 WORKERS = [0, 1, 2, 3]
 # torch's word on machines with fewer than three cores.
@@ -278,9 +279,9 @@ def plans_of(
     ]
 
 
-@pytest.mark.parametrize("initial", LAYOUTS[::2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["shuffled", "grouped", "streamed"])
+@pytest.mark.parametrize(
+    ("layout", "initial", "kind"), pairs_of(LAYOUTS, LAYOUTS[::2], ["shuffled", "grouped", "streamed"])
+)
 def test_steps_do_not_depend_on_how_they_are_split(
     kind: str, layout: tuple[int, int, int], initial: tuple[int, int, int]
 ) -> None:

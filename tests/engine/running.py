@@ -64,12 +64,30 @@ class Server:
 
     def start(self, settings: dict[str, Any], *, job: str = "train", processes: int = 1) -> Forked:
         """Start processes; one call after another."""
+        folder = Path(settings["run"]["output"])
+        return self._start(job, settings, folder.with_name(f"{folder.name}.log"), processes)
+
+    def script(
+        self, code: str, arguments: list[str], output: Path, *, modules: tuple[str, ...] = (), processes: int = 1
+    ) -> Forked:
+        """Start processes that run code.
+
+        Args:
+            code: Python.
+            arguments: `sys.argv` from 1 on.
+            output: What they print goes here.
+            modules: What the server imports first, once, so that the processes need not.
+            processes: Their number; with several, they have the environment that torchrun gives.
+        """
+        return self._start("script", {"code": code, "arguments": arguments}, output, processes, modules)
+
+    def _start(
+        self, job: str, settings: dict[str, Any], output: Path, processes: int, modules: tuple[str, ...] = ()
+    ) -> Forked:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        folder = Path(settings["run"]["output"])
-        output = folder.with_name(f"{folder.name}.log")
         output.unlink(missing_ok=True)
-        request = {"job": job, "settings": settings, "processes": processes, "output": str(output)}
+        request = {"job": job, "settings": settings, "processes": processes, "modules": modules, "output": str(output)}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return Forked(self.process, json.loads(self.process.stdout.readline()), output)

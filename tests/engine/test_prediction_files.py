@@ -26,6 +26,7 @@ from inlinevit.engine.prediction_files import PartialResults, image_ids, job_set
 from inlinevit.engine.predictor import PredictionJob, predict
 from inlinevit.tasks.classification.config import ClassificationPredictOptions
 from inlinevit.tasks.classification.task import Classification
+from tests.engine.running import Server
 from tests.tasks.runs import make_image_run
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -125,6 +126,8 @@ def test_parts_of_any_processes_make_the_whole(
     assert not partial.folder.exists()
 
 
+# What the commands import.
+MODULES = ("inlinevit.cli.predict", "inlinevit.tasks.classification.task", "inlinevit.tasks.classification.config")
 SLOW = """
 import sys, time
 from inlinevit.cli import main
@@ -143,16 +146,17 @@ def lines_of(partial: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def killed(home: Path, whole: dict[str, bytes]) -> Path:
+def killed(home: Path, whole: dict[str, bytes], server: Server) -> Path:
     """What a job that got SIGKILL has left."""
     output = home / "killed.csv"
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *command(home, output)], env=ENVIRONMENT)
+    forked = server.script(SLOW, command(home, output), home / "killed.log", modules=MODULES)
     partial = output.with_name("killed.csv.partial")
+    deadline = time.monotonic() + 120
     while lines_of(partial) < 4:
-        assert process.poll() is None
+        assert time.monotonic() < deadline, forked.printed
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    forked.kill(signal.SIGKILL)
+    assert forked.wait() == -signal.SIGKILL
     assert not output.exists()
     return partial
 
@@ -170,6 +174,24 @@ def test_a_job_that_was_killed_is_continued(
     assert os.listdir(tmp_path) == ["out.csv"]
 
 
+def test_two_processes_continue_what_one_has_begun(
+    killed: Path, home: Path, whole: dict[str, bytes], server: Server, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.csv"
+    shutil.copytree(killed, tmp_path / "out.csv.partial")
+    code = "import sys; from inlinevit.cli import main; main(sys.argv[1:])"
+    log = tmp_path / "printed"
+    words = [word for word in command(home, output) if word not in ("--device", "cpu")]
+    forked = server.script(code, words, log, modules=MODULES, processes=2)
+    # One image is broken.
+    assert forked.wait() == 1, forked.printed
+    assert "resuming: " in forked.printed
+    log.unlink()
+    assert output.read_bytes() == whole["csv"]
+    assert os.listdir(tmp_path) == ["out.csv"]
+
+
+@pytest.mark.slow
 def test_torchrun_continues_what_one_process_has_begun(
     killed: Path, home: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ Starting Python and importing torch takes seconds, so `serve` imports once and f
 """
 
 import atexit
+import importlib
 import json
 import os
 import random
@@ -274,6 +275,17 @@ def run(plain: dict[str, Any]) -> int:
     return 0
 
 
+def run_script(settings: dict[str, Any]) -> int:
+    """Run code with arguments, as `python -c CODE ARGUMENTS` does, and return its exit code."""
+    torch.set_num_threads(1)
+    sys.argv = ["-c", *settings["arguments"]]
+    try:
+        exec(compile(settings["code"], "<script>", "exec"), {"__name__": "__main__"})
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
 def free_port() -> int:
     """A port that nobody listens at."""
     with socket.socket() as listener:
@@ -292,10 +304,13 @@ def leave(code: int) -> NoReturn:
 def serve(jobs: dict[str, Callable[[dict[str, Any]], int]]) -> None:
     """Fork processes for each line of stdin and tell their ids; then, when all have ended, how.
 
-    A line is {"job": …, "settings": …, "processes": …, "output": file for what they print}.
+    A line is {"job": …, "settings": …, "processes": …, "modules": …, "output": file for what they print}. Modules are
+    imported before the processes are forked.
     """
     for line in sys.stdin:
         request = json.loads(line)
+        for module in request["modules"]:
+            importlib.import_module(module)
         port, processes = free_port(), request["processes"]
         ids = []
         for rank in range(processes):
@@ -329,7 +344,7 @@ def main() -> None:
     from tests.engine.sharding import shard_and_train
     from tests.parallel.checks import check_sequence
 
-    serve({"train": run, "shard": shard_and_train, "sequence": check_sequence})
+    serve({"train": run, "script": run_script, "shard": shard_and_train, "sequence": check_sequence})
 
 
 if __name__ == "__main__":

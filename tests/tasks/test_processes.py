@@ -1,10 +1,7 @@
 """The evaluation commands of all tasks on two processes: the same files as on one, and one process prints."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from accelerate.state import AcceleratorState
 
 from inlinevit.engine.evaluator import eval_command
 from inlinevit.tasks import TASKS
-from tests import ROOT
+from tests.engine.running import Server
 from tests.tasks.runs import MAKE
 
 # The number of images of each task: two processes have shares of different sizes.
@@ -67,7 +64,7 @@ def rounded(value: Any) -> Any:
     return round(value, 5) if isinstance(value, float) else value
 
 
-def test_two_processes_evaluate_as_one_does(runs: Path) -> None:
+def test_two_processes_evaluate_as_one_does(runs: Path, server: Server) -> None:
     AcceleratorState._reset_state()
     before = torch.get_num_threads()
     # As many threads as other processes have: sums may depend on it.
@@ -76,15 +73,11 @@ def test_two_processes_evaluate_as_one_does(runs: Path) -> None:
         options = entry.load_eval_options()(output=str(runs / "one" / name))
         eval_command(entry.load_task(), str(runs / f"{name}_run"), options)
     torch.set_num_threads(before)
-    script = runs / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, str(runs)], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("top-1 %") == 1
-    assert done.stdout.count("mIoU %") == 1
+    modules = tuple(f"inlinevit.tasks.{name}.task" for name in TASKS)
+    forked = server.script(SCRIPT, [str(runs)], runs / "printed", modules=modules, processes=2)
+    assert forked.wait() == 0, forked.printed
+    assert forked.printed.count("top-1 %") == 1
+    assert forked.printed.count("mIoU %") == 1
     for name, images in IMAGES.items():
         one, two = (json.loads((runs / part / name / "evaluation.json").read_text()) for part in ("one", "two"))
         assert one["images"] == two["images"] == images

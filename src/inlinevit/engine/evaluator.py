@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
+from ..models.hub import fetch_source
 from ..utils.atomic import atomic_text_writer, atomic_write_bytes, finite, make_output_dir
 from ..utils.validation import require
 from .config import EvalOptions
@@ -165,8 +166,9 @@ def evaluate_model(
 
 def eval_command(task: type["Task"], model: str | None, options: EvalOptions) -> None:
     """Run `eval`: print tables and, with an output folder, write the files of `save_evaluation`."""
-    run = task.find_run(model, options)
     accelerator = make_accelerator(options.precision)
+    published, model = model, run_local_main_first(accelerator, lambda: None if model is None else fetch_source(model))
+    run = task.find_run(model, options)
     require(
         options.device is None or accelerator.num_processes == 1,
         "--device chooses the device of one process, but there are several: leave it out",
@@ -191,7 +193,7 @@ def eval_command(task: type["Task"], model: str | None, options: EvalOptions) ->
         title = f"{predictor.description(options)}, {data.location}"
         print_evaluation(title, evaluation)
         if options.output is not None:
-            facts = {"model": model, "checkpoint": options.checkpoint, "data": data.location}
+            facts = {"model": published, "checkpoint": options.checkpoint, "data": data.location}
             save_evaluation(evaluation, title, facts | predictor.settings(options), Path(options.output))
             Console(stderr=True).print(f"results are in {options.output}", markup=False, highlight=False)
     accelerator.end_training()

@@ -29,6 +29,7 @@ from ..data.images import (
 )
 from ..data.inputs import ImageInput, ImageInputs
 from ..data.pixels import AnyImage, PixelFormat
+from ..models.hub import fetch_source
 from ..utils.atomic import atomic_text_writer, atomic_write_png, is_stream
 from ..utils.validation import require
 from .config import (
@@ -41,6 +42,7 @@ from .config import (
 )
 from .distributed import run_local_main_first, run_on_all, run_on_main
 from .evaluator import EvalData, Evaluator
+from .exported import ImageSizeError
 from .exported_model import ExportedModel
 from .exported_run import check_exported_device
 from .outputs import check_output_file, check_output_folder
@@ -280,7 +282,12 @@ def predict(
     images = read_images(files, pixel_format, max_pixels)
     while batch := list(islice(images, batch_size)):
         readable = [one.image for one in batch if one.image is not None]
-        results = iter(predictor.predict_images(readable, options, chosen) if readable else [])
+        try:
+            results = iter(predictor.predict_images(readable, options, chosen) if readable else [])
+        except ImageSizeError as error:
+            # Inputs of a batch have one size.
+            for one in batch:
+                one.error = one.error or f"{one.file} is not predicted: {error}"
         for one in batch:
             if one.error is None:
                 one.result = next(results)
@@ -312,6 +319,7 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
         "--device chooses the device of one process, but there are several: leave it out",
     )
     device = accelerator.device if options.device is None else resolve_device(options.device)
+    published, model = model, run_local_main_first(accelerator, lambda: fetch_source(model))
     files, output = run_on_main(accelerator, lambda: _open_files(model, images, options))
     format = options.chosen_format() if isinstance(options, ClassPredictOptions) else "records"
     is_printed = output is None or is_stream(output)
@@ -329,7 +337,7 @@ def predict_command(task: type["Task"], model: str, images: Sequence[str], optio
 
         def start() -> Plan:
             settings = job_settings(task_of(task.config_class), model, predictor.model, options)
-            facts = {"model": model, "images": len(files)}
+            facts = {"model": published, "images": len(files)}
             stack.enter_context(job.partial.open(settings, facts, start_over=options.resume == "never"))
             return job.make_plan()
 

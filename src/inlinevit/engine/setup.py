@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,7 @@ from .runs import recorded_attentions, require_attentions
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
 
 
-def join_restarted_job(timeout: timedelta | None = None) -> None:
+def join_restarted_job(timeout: timedelta | None = None, backend: str | None = None) -> None:
     """Connect the processes of a job that torchrun has restarted.
 
     The store in which they find each other is that of the former attempt, with the addresses of processes that have
@@ -39,6 +40,7 @@ def join_restarted_job(timeout: timedelta | None = None) -> None:
 
     Args:
         timeout: How long they wait for each other; None = torch's default.
+        backend: How they communicate; None = nccl with GPUs, gloo without.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
@@ -49,8 +51,27 @@ def join_restarted_job(timeout: timedelta | None = None) -> None:
     prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     torch.distributed.init_process_group(backend, timeout=timeout, store=prefixed, rank=rank, world_size=world_size)
+
+
+@contextmanager
+def cpu_process_group(timeout: timedelta) -> Iterator[torch.distributed.ProcessGroup | None]:
+    """A context with a group of all processes of torchrun, for tensors on CPUs; None for a process alone.
+
+    Args:
+        timeout: How long they wait for each other.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    join_restarted_job(timeout, "gloo")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", timeout=timeout)
+    try:
+        yield torch.distributed.group.WORLD
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def make_accelerator(precision: str, timeout: timedelta | None = None, **options: Any) -> Accelerator:

@@ -125,7 +125,7 @@ def downloading(model: str, cfg: Any, alternative: str, cache_dir: str | Path | 
     except PretrainedWeightsError as error:
         raise error.with_alternative(alternative) from None
     except Exception as error:
-        if not _is_network_error(error):
+        if not is_network_error(error):
             raise
         text = " ".join(str(getattr(error, "reason", None) or error).split())
         reason = re.sub(r"^\[Errno -?\d+\] ", "", text)[:200] or type(error).__name__
@@ -145,7 +145,7 @@ def _require_hub(url: str) -> None:
         get_hf_file_metadata(url, timeout=TIMEOUT)
 
 
-def _is_network_error(error: Exception) -> bool:
+def is_network_error(error: Exception) -> bool:
     """Whether an error is one of the connection or of the server."""
     if isinstance(error, OSError):
         return error.errno not in DISK_ERRORS

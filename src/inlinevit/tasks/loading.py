@@ -31,8 +31,8 @@ def load(
 
     Args:
         name: The folder of a training run of any task, a checkpoint or a file of weights in one, the file of an
-            exported model (.onnx, or .xml of OpenVINO), or the name of a model of this library or of timm, for
-            classification.
+            exported model (.onnx, or .xml of OpenVINO), a published model (hf-hub:USER/NAME or local-dir:FOLDER), or
+            the name of a model of this library or of timm, for classification.
         task: classification, multilabel, detection or segmentation; None = that of the run.
         checkpoint: With a run, "best" for its best checkpoint, the folder of another one, or a file (None = the final
             weights). With the name of a model, the file of its weights (None = the published ones are downloaded).
@@ -58,11 +58,13 @@ def _load(name: str, task: str | None, checkpoint: str | None, device: Any, img_
     from ..engine.exported_run import check_exported_device
     from ..engine.runs import has_config
     from ..engine.setup import resolve_device
+    from ..models.hub import fetch_source
 
     require(bool(name.strip()), "the name is empty: name the folder of a training run, or a model")
     if task is not None:
         require(task in TASKS, f"there is no task {task}: {did_you_mean(task, TASKS) or f'choose {_ONE_OF_THEM}'}")
     chosen = resolve_device(None if device is None else str(device))
+    name = fetch_source(name)
     exported = is_exported(name)
     if exported:
         check_exported_device(name, None if device is None else chosen.type)

@@ -1,13 +1,16 @@
 """`inlinevit predict --stream` and `inlinevit features`: one image of any size through a model."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..data.image_source import RegionSource, choose_box, choose_level, name_of, open_regions
@@ -21,8 +24,10 @@ from ..engine.outputs import check_output_file
 from ..engine.predictor import override_pixels
 from ..engine.progress import job_progress
 from ..engine.results import CLASS_WRITERS, Prediction, write_parquet
+from ..engine.setup import cpu_process_group
 from ..engine.stream_options import FeaturesOptions, StreamOptions, StreamPredictOptions
 from ..models._inline_vit import InLineViT, tokens_to_map
+from ..models.hub import fetch_source
 from ..models.inference import optimize_for_inference
 from ..streaming import HeadSink, MapSink, stream
 from ..utils.atomic import atomic_path, atomic_text_writer
@@ -52,12 +57,27 @@ def stream_predict_command(
         The exit code.
     """
     _check_predict_options(options, images)
+    with cpu_process_group(timedelta(minutes=streamed.timeout_minutes)) as group:
+        return _stream_predict(task, model, images, options, streamed, group)
+
+
+def _stream_predict(
+    task: Any,
+    model: str,
+    images: Sequence[str],
+    options: ClassPredictOptions,
+    streamed: StreamPredictOptions,
+    group: dist.ProcessGroup | None,
+) -> int:
+    """See stream_predict_command; several processes share the image, and the first of them writes."""
     inputs = [*images, *(path for path in (options.checkpoint, streamed.head, streamed.mask) if path)]
     outputs = [
         None if one is None else check_output_file(one, inputs) for one in (options.output, streamed.probabilities)
     ]
     head = None if streamed.head is None else read_head(streamed.head)
-    predictor, network = _check_predictor(model, task.load_predictor(model, options))
+    predictor, network = _check_predictor(
+        model, _local_main_first(lambda: task.load_predictor(fetch_source(model), options), group)
+    )
     if head is not None:
         output, probabilities = outputs
         if output is None:
@@ -86,7 +106,9 @@ def stream_predict_command(
                 mask_stride=network.reductions[0],
             )
             sinks[LAST_MAP] = HeadSink(head.weight, head.bias, classes)
-        logits = run_stream(network, source, mask, sinks, streamed)
+        logits = run_stream(network, source, mask, sinks, streamed, group)
+    if not _is_first(group):
+        return 0
     if head is None:
         return _write_classes(predictor, name_of(images[0]), logits, options, outputs[0])
     width, height = classes.size
@@ -97,20 +119,31 @@ def stream_predict_command(
 
 def features_command(model: str, image: str, options: FeaturesOptions) -> int:
     """Run `features`: write one map of a model, streamed or by a plain forward pass; returns the exit code."""
+    with cpu_process_group(timedelta(minutes=options.timeout_minutes)) as group:
+        return _features(model, image, options, group)
+
+
+def _features(model: str, image: str, options: FeaturesOptions, group: dist.ProcessGroup | None) -> int:
+    """See features_command; several processes share the image, and the first of them writes."""
+    require(group is None or options.stream, "several processes share an image that is streamed only: add --stream")
     inputs = [image, *(path for path in (options.checkpoint, options.mask) if path)]
     require(bool(options.output.strip()), "--output is empty: name a .npy or .zarr file for the features")
     output = Path(options.output)
     if not output.is_dir():
         check_output_file(options.output, inputs)
-    predictor, network = _check_predictor(model, load(model, checkpoint=options.checkpoint, device="cpu"))
+    predictor, network = _check_predictor(
+        model, _local_main_first(lambda: load(model, checkpoint=options.checkpoint, device="cpu"), group)
+    )
     name = map_name(network, options.stage, options.block)
     with open_source(image, predictor, options.data, options) as source:
         sink = feature_sink(output, Coordinates.of(source))
         if options.stream:
             mask = _token_mask(source, network, options.data, options)
-            run_stream(network, source, mask, {name: sink}, options)
+            run_stream(network, source, mask, {name: sink}, options, group)
         else:
             write_plain(network, source, name, sink)
+    if not _is_first(group):
+        return 0
     height, width, channels = sink.shape
     side = sink.stride
     print(printable(f"{output}: {width} × {height} tokens of {channels} channels, one for {side} × {side} pixels"))
@@ -135,11 +168,20 @@ def open_source(
 
 
 def run_stream(
-    network: InLineViT, source: RegionSource, mask: Tensor | None, sinks: dict[str, MapSink], options: StreamOptions
+    network: InLineViT,
+    source: RegionSource,
+    mask: Tensor | None,
+    sinks: dict[str, MapSink],
+    options: StreamOptions,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Stream an image, with progress on stderr; returns the logits (1, classes)."""
+    """Stream an image, with progress on stderr, by all processes of a group; returns the logits (1, classes)."""
     fast: Any = optimize_for_inference(network, compile=False)
-    with stops_on_sigterm(), job_progress("streaming", PERCENT, "%") as advance:
+    with ExitStack() as stack:
+        stack.enter_context(stops_on_sigterm())
+        progress = None
+        if _is_first(group):
+            progress = _count_percent(stack.enter_context(job_progress("streaming", PERCENT, "%")))
         return stream(
             fast,
             source,
@@ -147,9 +189,26 @@ def run_stream(
             spill=options.spill,
             mask=mask,
             features=sinks,
-            progress=_count_percent(advance),
+            progress=progress,
             resume=options.state,
+            group=group,
         )
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    """Return whether this process writes the results."""
+    return group is None or dist.get_rank(group) == 0
+
+
+def _local_main_first(load_model: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Load a model in one process of each machine first, since weights may be downloaded."""
+    is_main = os.environ.get("LOCAL_RANK", "0") == "0"
+    if group is not None and not is_main:
+        dist.barrier(group)
+    loaded = load_model()
+    if group is not None and is_main:
+        dist.barrier(group)
+    return loaded
 
 
 def _count_percent(advance: Callable[[], None]) -> Callable[[float], None]:

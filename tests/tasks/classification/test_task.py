@@ -124,6 +124,16 @@ def test_the_loss_is_cross_entropy_with_smoothed_labels() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_labels_are_smoothed_once_with_mixup() -> None:
+    job = task(augment=AugmentConfig(mixup=0.8, cutmix=1.0, label_smoothing=0.2))
+    # Images of one class: their mixed labels are the smoothed ones, whatever they are mixed by.
+    logits, labels = torch.randn(4, 10), torch.full((4,), 3)
+    targets = 0.8 * F.one_hot(labels, 10) + 0.02
+    expected = -(targets * logits.log_softmax(1)).sum(1).mean()
+    loss = job.loss(lambda seen: logits, (torch.zeros(4, 1, 28, 28), labels, []))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_the_teachers_share_of_the_loss(teacher_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = task(augment=AugmentConfig(mixup=0, cutmix=0))
     logits, batch = torch.randn(4, 10), (torch.zeros(4, 1, 28, 28), torch.tensor([1, 2, 3, 4]), [])

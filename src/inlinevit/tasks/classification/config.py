@@ -213,7 +213,7 @@ class ModelConfig:
     """The model, and the weights that it starts from."""
 
     name: str = "inline_deit_tiny"
-    """Any model of this library or of timm."""
+    """Any model of this library or of timm, or a published one: hf-hub:USER/NAME or local-dir:FOLDER."""
     num_classes: int | None = None
     """Number of classes; null = as many as the data have."""
     img_size: int | None = None

@@ -30,6 +30,7 @@ from ...utils.validation import has_type, require, shorten
 from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
 from .metrics import ClassificationEvaluator
 from .model import build_model, channels_of_weights
+from .published import is_published, read_published
 from .sources import labels_by_name
 from .transforms import InputSpec, evaluation_transform, input_spec
 
@@ -159,7 +160,8 @@ def load_classifier(
     """Load a model with its weights and the names of its classes.
 
     Args:
-        model: The folder of a training run, or the name of a model of this library or of timm.
+        model: The folder of a training run or of a model in timm's format for the hub, or the name of a model of this
+            library or of timm.
         checkpoint: With a name, the file of its weights; None = the published ones are downloaded. With a run, "best"
             for its best checkpoint, the folder of another one, or a file; None = the final weights.
         img_size: Side of its input; None = what it was trained for.
@@ -167,7 +169,12 @@ def load_classifier(
     """
     run = find_classification_run(model)
     classes: list[str] | None = None
-    if run is None:
+    made_for: dict[str, Any] | None = None
+    if run is None and is_published(model):
+        published = read_published(model)
+        config, file = published.config, checkpoint or published.config.checkpoint
+        classes, made_for = published.label_names, published.made_for
+    elif run is None:
         config, file = ModelConfig(name=model), checkpoint
     else:
         check_model_name(run.config.model.name)
@@ -182,8 +189,8 @@ def load_classifier(
         img_size=config.img_size if img_size is None else img_size,
         crop_pct=config.crop_pct if crop_pct is None else crop_pct,
     )
-    made_for = get_pretrained_cfg(config.name)
-    num_classes = config.num_classes or (made_for.num_classes if made_for is not None else 0)
+    registered = get_pretrained_cfg(config.name)
+    num_classes = config.num_classes or (registered.num_classes if registered is not None else 0)
     if file is not None:
         weights = read_state_dict(file)
         require_finite(weights, file)
@@ -202,7 +209,7 @@ def load_classifier(
         config=config if run is None else run.config,
         num_classes=num_classes,
         label_names=_complete(classes, num_classes) if classes else imagenet_classes(num_classes),
-        spec=input_spec(config, None if run is None else run.config.data),
+        spec=input_spec(config, None if run is None else run.config.data, made_for),
         max_pixels=None if run is None else run.config.data.max_pixels,
     )
 
@@ -244,7 +251,7 @@ def exported_spec(
 
 
 def find_classification_run(model: str) -> Run[ClassificationConfig] | None:
-    """Open a training run; None if this is the name of a model.
+    """Open a training run; None if this is the name of a model, or a folder in timm's format.
 
     Raises:
         OSError: There is neither a folder nor a model of this name.
@@ -253,6 +260,8 @@ def find_classification_run(model: str) -> Run[ClassificationConfig] | None:
     require(bool(model.strip()), "the model is empty: name the folder of a training run, or a model")
     if has_config(model):
         return open_run(ClassificationConfig, model)
+    if is_published(model):
+        return None
     if Path(model).is_dir() and not is_model(model):
         raise ValueError(f"{model} holds no {RUN_CONFIG}: name the folder of a training run, or a model")
     if Path(model).name != model:

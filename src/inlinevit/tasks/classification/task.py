@@ -40,6 +40,7 @@ from .predictor import (
     load_classifier,
     load_exported_classifier,
 )
+from .published import with_published
 from .shards import ShardImages, ShardSource
 from .sources import DEFAULT_EVAL_SHARE, ImageSource, SubsetSource, labels_by_name, open_source, source_paths
 from .transforms import InputSpec, input_spec, training_transform
@@ -112,6 +113,7 @@ class ImageTask(Task):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        config.model = with_published(config.model)
         check_model_name(config.model.name)
         self.unreadable = UnreadableCounter(config.data.max_unreadable)
 

@@ -67,16 +67,21 @@ class InputSpec:
         return replace(self, bands=pixel_format.bands, range=pixel_format.range)
 
 
-def input_spec(config: ModelConfig, data: PixelConfig | None = None) -> InputSpec:
+def input_spec(
+    config: ModelConfig, data: PixelConfig | None = None, made_for: dict[str, Any] | None = None
+) -> InputSpec:
     """Return the input of a model: what it was made for, unless the configuration says otherwise.
 
     Args:
         config: The model.
         data: Bands, range and normalisation of the run; None = there is no run.
+        made_for: What the model was made for, as timm's pretrained_cfg; None = what timm knows about it.
     """
-    made_for = get_pretrained_cfg(config.name)
+    if made_for is None:
+        registered = get_pretrained_cfg(config.name)
+        made_for = registered.to_dict() if registered else {}
     asked = {"in_chans": 3, "crop_pct": config.crop_pct, "img_size": config.img_size}
-    spec = resolve_data_config(asked, pretrained_cfg=made_for.to_dict() if made_for else {})
+    spec = resolve_data_config(asked, pretrained_cfg=made_for)
     mean, std = mean_std_of(data, config.in_chans, lambda: (spec["mean"], spec["std"]))
     inputs = InputSpec(spec["input_size"][-1], mean, std, spec["interpolation"], spec["crop_pct"], spec["crop_mode"])
     return inputs if data is None else inputs.with_pixels(data)
