@@ -16,10 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from inlinevit.engine.config import flattened, to_plain
 from inlinevit.engine.trainer import Stopped, Trainer
-from inlinevit.experiments.demo import ATTENTIONS, compare, demo, demo_config
+from inlinevit.experiments.demo import ATTENTIONS, compare, demo, demo_config, resolution
+from inlinevit.experiments.demo.resolution import (
+    Cost,
+    expected_seconds,
+    measure_resolutions,
+    resolution_section,
+    resolution_verdict,
+)
 from inlinevit.experiments.demo.sections import TrainedModel, verdict
 from inlinevit.report import STYLES, Report, blocks, style
 from inlinevit.tasks.classification.metrics import ClassificationEvaluation
@@ -33,6 +41,7 @@ def few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "TIMED_ROUNDS", 3)
         patch.setattr(style, "PNG_DPI", 20)
+        patch.setattr(compare, "IMAGE_SIDES", (32, 48))
         patch.setattr(
             compare,
             "ANALYSIS_SETTINGS",
@@ -80,8 +89,14 @@ def finished(data: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_report_has_all_it_should(finished: Finished) -> None:
     sections = finished.report["sections"]
-    measured = ["results", "training", "speed", "images", "confusions"]
-    assert list(sections) == [*measured, "confusion", "locality", "masking", "maps", "settings"]
+    measured = ["results", "training", "speed", "images", "confusions", "resolution"]
+    assert list(sections) == [*measured, "confusion", "locality", "masking", "maps", "settings", "explore"]
+    costs = sections["resolution"]["costs"]
+    assert [(cost["attention"], cost["side"]) for cost in costs] == [
+        ("softmax", 32), ("inline", 32), ("softmax", 48), ("inline", 48),
+    ]  # fmt: skip
+    assert all(cost["seconds"] > 0 and cost["memory"] > 0 for cost in costs)
+    assert sections["explore"]["command"] == f"inlinevit explore {finished.folder}"
     assert sections["results"]["test_images"] == TEST_IMAGES
     for attention in ATTENTIONS:
         result = sections["results"]["models"][attention]
@@ -100,6 +115,7 @@ def test_report_has_all_it_should(finished: Finished) -> None:
         "training",
         "speed",
         "confusions",
+        "resolution",
         "confusion",
         "locality",
         "masking",
@@ -117,7 +133,31 @@ def test_progress_and_the_path_of_the_report_are_printed(finished: Finished) -> 
     assert lines[0].startswith("Three small vision transformers")
     assert all(f"{number} of 3: training with {name}" in finished.said for number, name in enumerate(ATTENTIONS, 1))
     assert "Timing steps" in finished.said
-    assert lines[-1].endswith(f"The report is in {finished.folder / 'report.html'}")
+    assert lines[-2].endswith(f"The report is in {finished.folder / 'report.html'}")
+    assert lines[-1].endswith(f"inlinevit explore {finished.folder}")
+
+
+def test_large_images_are_compared_in_words() -> None:
+    costs = [
+        Cost("softmax", 224, 196, 0.01, 10**6), Cost("inline", 224, 196, 0.01, 10**6),
+        Cost("softmax", 1024, 4096, 2.0, 10**8), Cost("inline", 1024, 4096, 0.25, 10**8),
+    ]  # fmt: skip
+    text = resolution_verdict(costs)
+    assert "At 1024 × 1024 pixels, softmax attention takes 8.0 times as long as InLine (2000 and 250 ms)" in text
+    assert "21 times as many tokens; softmax takes 200 times as long, InLine 25 times" in text
+    assert "InLine attention takes 2.0 times as long as softmax (20 and 10 ms)" in resolution_verdict(
+        [costs[0], Cost("inline", 224, 196, 0.02, 10**6)]
+    )
+    assert "does not show how the times grow" in resolution_verdict(costs[:2])
+    # Slow machines leave out sizes that would take too long, and the report says so.
+    assert expected_seconds(costs, 2048) == pytest.approx(5 * (8 * 2.0 + 4 * 0.25))
+    assert "1280 × 1280 and more would have taken too long here" in str(resolution_section(costs, (224, 1024, 1280)))
+
+
+def test_sizes_that_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolution, "BUDGET", 0.0)
+    costs = measure_resolutions(torch.device("cpu"), Console(quiet=True), (32, 64))
+    assert {cost.side for cost in costs} == {32}
 
 
 def numbers(report: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def lost_process(message: str) -> str:
     if re.search(r"[Tt]imed out (waiting|after)|[Tt]imeout", message) and re.search(r"gloo|NCCL|[Ss]tore", message):
         return (
             "another process has not answered within the time-out: look for it on its machine, start the same command "
-            "again to resume, or set a longer --parallel.timeout_minutes"
+            "again to resume, or set a longer --parallel.timeout_minutes (--timeout_minutes for streamed images)"
         )
     return ""
 

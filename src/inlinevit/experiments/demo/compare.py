@@ -1,6 +1,7 @@
 """Train, time, evaluate and analyze the demo's models, and write the report."""
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Mapping
@@ -29,12 +30,15 @@ from ...tasks.classification.metrics import ClassificationEvaluation
 from ...tasks.classification.sources import ArraySource
 from ...tasks.classification.task import Classification
 from ...utils.atomic import atomic_write_json
+from .resolution import SIDES, explore_section, measure_resolutions, resolution_section
 from .sections import TrainedModel, comparison_sections, settings_section
 
 # Timed training steps of each model.
 TIMED_ROUNDS = 25
 STATE_FILE = "demo.json"
 FIGURES = "figures"
+# Sides of the images of the section on large images, in pixels.
+IMAGE_SIDES = SIDES
 # Images of the analysis.
 ANALYSIS_SETTINGS = AnalysisSettings(images=200, confusion_images=50, batch_size=50)
 
@@ -81,18 +85,21 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
         )
         subject = Subject(STYLES[attention].name, attention, model, task.spec, task.num_classes)
         analyses.append(analyze(subject, task.eval_source, ANALYSIS_SETTINGS, console))
+    device = resolve_device(next(iter(configs.values())).run.device)
+    resolution = resolution_section(measure_resolutions(device, console, IMAGE_SIDES), IMAGE_SIDES)
     report = Report(
         "Three kinds of attention, side by side",
         "Vision transformers that differ only in their attention were trained on the same images, in the same order, "
         "for the same number of steps, and tested on other images.",
     )
     assert isinstance(task.eval_source, ArraySource)
-    report.add(*comparison_sections(models, task.eval_source), *analysis_sections(analyses))
-    report.add(settings_section(settings, len(task.train_source)))
+    report.add(*comparison_sections(models, task.eval_source), resolution, *analysis_sections(analyses))
+    report.add(settings_section(settings, len(task.train_source)), explore_section(shlex.quote(str(folder))))
     path = report.write(folder)
     report.save_figures(folder / FIGURES)
     atomic_write_json(folder / STATE_FILE, {"state": "finished", "settings": settings})
     console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
+    console.print(f"Look at the attention of the models in your browser: inlinevit explore {shlex.quote(str(folder))}")
     return path
 
 
