@@ -5,7 +5,8 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-kernels-sanitized faults fuzz lint format bench bench-record results timm-suite clean
+.PHONY: help install demo test test-slow test-kernels-sanitized faults fuzz lint format bench bench-record results timm-suite docs docs-serve \
+	dist-test test-lowest clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -14,7 +15,8 @@ install: $(STAMP)  ## set up .venv with the pinned dependencies (PYTHON=python3.
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/inlinevit/kernels/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=25.1"  # for --group
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[all]" --group dev
 	@touch $@
 
 demo: install  ## train softmax, linear and InLine attention side by side, minutes on a CPU; writes runs/demo/report.html
@@ -68,6 +70,18 @@ bench-record: install  ## measure what docs/performance/ lacks; an hour (ARGS="w
 
 results: install  ## rewrite tables of docs/results.md from docs/reproduce/ (ARGS=runs/reproduce/results.json: a new record)
 	$(BIN)/python tools/reproduce_page.py $(ARGS)
+
+docs: install  ## build the documentation site into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: install  ## show the documentation site on this machine, and update it when files change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+dist-test: install  ## build wheel and sdist, install the wheel in an empty environment and try it; minutes
+	$(BIN)/python tools/dist_test.py $(ARGS)
+
+test-lowest: install  ## run a part of the tests with the oldest dependencies that are allowed; minutes
+	$(BIN)/python tools/lowest_test.py $(ARGS)
 
 clean:  ## remove caches and build output, keep .venv and runs
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from lowest_test import lower_bounds
+from packaging.version import Version
 
 import inlinevit
 from tests import ROOT
@@ -49,7 +51,8 @@ def test_constraint_form_refuses(line: str) -> None:
 
 def test_constraints_pin_every_dependency() -> None:
     extras = [r for group in PROJECT["optional-dependencies"].values() for r in group]
-    asked = {canonical(r) for r in PROJECT["dependencies"] + extras} - {"inlinevit"}
+    groups = [r for group in CONFIG["dependency-groups"].values() for r in group if isinstance(r, str)]
+    asked = {canonical(r) for r in PROJECT["dependencies"] + extras + groups} - {"inlinevit"}
     assert asked - {canonical(line) for line in PINS} == set()
 
 
@@ -69,6 +72,22 @@ def test_no_registry_addresses() -> None:
     assert ROOT / "pyproject.toml" in files
     found = [f for f in files if f.is_file() and REGISTRY.search(f.read_text(errors="ignore"))]
     assert found == []
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {inlinevit.__version__}\n" in citation
+    # Of the software, and of the nine authors of the paper.
+    assert citation.count("family-names:") == 9
+    assert "2412.06590" in citation
+
+
+def test_lower_bounds_are_below_the_tested_versions() -> None:
+    pins = {canonical(line): line.partition("==")[2] for line in PINS}
+    bounds = lower_bounds()
+    assert {"torch", "timm", "numpy", "jsonargparse", "accelerate"} <= bounds.keys()
+    for name, bound in bounds.items():
+        assert Version(bound) <= Version(pins[canonical(name)]), name
 
 
 @pytest.mark.parametrize("document", sorted(p.name for p in ROOT.glob("*.md")))

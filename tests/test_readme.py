@@ -1,7 +1,9 @@
-"""What the README shows runs, and its table is the catalog's."""
+"""What README and docs show runs, their tables are the catalog's, notebooks run, and links lead somewhere."""
 
+import json
 import re
 import shlex
+import tomllib
 
 import numpy as np
 import pytest
@@ -18,7 +20,12 @@ from .tasks.segmentation.conftest import draw_ade
 from .tasks.segmentation.runs import make_run as make_segmentation_run
 
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
+# The commands of all tasks, which are run as well as parsed.
+OVERVIEW = (ROOT / "docs" / "overview.md").read_text()
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [path.read_text() for path in FILES]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 BLOCKS = [block for document in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL)]
 
 
@@ -70,7 +77,7 @@ def runs(tmp_path_factory):
         Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        cli.main(shortened(next(words for words in shell_lines(README) if words[:2] == ["inlinevit", "train"])))
+        cli.main(shortened(next(words for words in shell_lines(OVERVIEW) if words[:2] == ["inlinevit", "train"])))
     make_detection_run(folder / "runs/detector", box_score_thresh=0.0)
     make_segmentation_run(folder / "runs/segmenter")
     write_model(folder / "model.onnx")
@@ -80,7 +87,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("file", "task"),
     [
-        ("README.md", "classification"),
+        ("docs/models.md", "classification"),
         ("docs/detection.md", "detection"),
         ("docs/segmentation.md", "segmentation"),
     ],
@@ -93,7 +100,7 @@ def test_the_table_of_models_is_what_the_command_prints(file, task, capsys):
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with the files that the README's commands name."""
+    """A folder with the files that the commands of the overview name."""
     folder = tmp_path_factory.mktemp("readme")
     generator = np.random.default_rng(0)
     names = [f"path/to/imagenet/{part}/{kind}/{i}.jpg" for part in ("train", "val") for kind in "ab" for i in range(2)]
@@ -109,14 +116,14 @@ def workplace(tmp_path_factory):
 
 
 def shortened(words):
-    """A command of the README that takes seconds."""
+    """A command of the overview that takes seconds."""
     recipe = words[words.index("--config") + 1] if "--config" in words else None
     return [*words[1:], *(SMALLER[recipe].split() if recipe else [])]
 
 
 def run_commands(chosen):
-    """Run the README's commands with these first words."""
-    commands = [words for words in shell_lines(README) if words[0] == "inlinevit" and words[1] in chosen]
+    """Run the commands of the overview with these first words."""
+    commands = [words for words in shell_lines(OVERVIEW) if words[0] == "inlinevit" and words[1] in chosen]
     assert {words[1] for words in commands} == chosen
     for words in map(shortened, commands):
         cli.main(words)
@@ -148,6 +155,11 @@ def test_every_command_line_of_the_documents_is_understood(words, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     if words[0] == "make":
         return  # tests/test_packaging.py
+    if words[:2] == ["pip", "install"]:
+        extras = [extra for word in words for extra in re.findall(r"(?:inlinevit|\.)\[([a-z,]+)\]", word)]
+        assert extras
+        assert {name for names in extras for name in names.split(",")} <= EXTRAS.keys()
+        return
     if "inlinevit" not in words:
         assert words[0] in ("for", "do", "done", "python", "done;"), words
         return
@@ -158,3 +170,37 @@ def test_every_command_line_of_the_documents_is_understood(words, tmp_path, monk
     found.target.make_parser().parse_args(
         [argument.replace("$seed", "0").replace("$attention", "inline") for argument in arguments]
     )
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 150
+
+
+@pytest.mark.parametrize("file", [*FILES[1:], *sorted(ROOT.glob("*.md"))], ids=lambda path: path.name)
+def test_links_within_the_repository_lead_somewhere(file):
+    """Files only: `make docs` checks anchors, too."""
+    text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
+    targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", text)
+    # The site has notebooks as pages, which the repository shows itself.
+    generated = {f"{path.stem}.md" for path in NOTEBOOKS}
+    lost = [one for one in targets if not (file.parent / one).exists() and one.rpartition("/")[2] not in generated]
+    assert lost == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(notebook, tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    content = nbformat.read(notebook, as_version=4)
+    nbformat.validate(content)
+    nbclient.NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = json.dumps([cell.get("outputs") for cell in content.cells])
+    assert "predicted as" in printed
+
+
+def test_notebooks_store_their_output():
+    """The site shows it."""
+    assert len(NOTEBOOKS) == 2
+    for notebook in NOTEBOOKS:
+        cells = json.loads(notebook.read_text())["cells"]
+        assert any(cell["outputs"] for cell in cells if cell["cell_type"] == "code")

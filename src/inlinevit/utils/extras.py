@@ -22,6 +22,8 @@ EXTRAS = {
     "onnxscript": "export",
     "openvino": "export",
     "nncf": "export",
+    "starlette": "explore",
+    "uvicorn": "explore",
 }
 
 

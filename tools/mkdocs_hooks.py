@@ -1,0 +1,91 @@
+"""What the documentation site adds to docs/: pages of the root folder, notebooks, and links out of docs/."""
+
+import json
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = "https://github.com/inlinevit/inlinevit"
+# Documents of the root folder, by their page.
+PAGES = {
+    "changelog.md": "CHANGELOG.md",
+    "code_of_conduct.md": "CODE_OF_CONDUCT.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+}
+LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
+# Longer output of a cell is cut.
+MOST_LINES = 30
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    for page, name in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        page = f"notebooks/{notebook.stem}.md"
+        files.append(File.generated(config, page, content=notebook_page(notebook)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite links between documents of the repository to pages, or to the repository for what is not a page."""
+    name = page.file.src_uri
+    here = "" if name in PAGES else posixpath.dirname(f"docs/{name}")
+    by_document = {document: one for one, document in PAGES.items()}
+
+    def rewrite(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(here, match[1]))
+        anchor = match[2] or ""
+        if target in by_document:
+            inside = by_document[target]
+        elif target.startswith("docs/"):
+            inside = target.removeprefix("docs/")
+        elif (ROOT / target).exists():
+            return f"{SOURCE}/{'tree' if (ROOT / target).is_dir() else 'blob'}/main/{target}{anchor}"
+        else:
+            return match[0]
+        return posixpath.relpath(inside, posixpath.dirname(name) or ".") + anchor
+
+    return LINK.sub(rewrite, markdown)
+
+
+def notebook_page(notebook: Path) -> str:
+    """Return a notebook as Markdown: its text, its code, and its stored output."""
+    cells = json.loads(notebook.read_text())["cells"]
+    about = f"*[{notebook.name}]({notebook.name}) as a page: `jupyter lab docs/notebooks/{notebook.name}` runs it.*"
+    parts = []
+    for cell in cells:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(text)
+            if len(parts) == 1:
+                parts.append(about)
+            continue
+        parts.append(f"```python\n{text}\n```")
+        printed = "".join(output_text(output) for output in cell["outputs"]).rstrip()
+        if printed:
+            lines = printed.splitlines()
+            shown = lines[:MOST_LINES] + (["…"] if len(lines) > MOST_LINES else [])
+            parts.append("```text\n" + "\n".join(shown) + "\n```")
+        parts += [picture for output in cell["outputs"] if (picture := output_picture(output))]
+    return "\n\n".join(parts) + "\n"
+
+
+def output_text(output: dict[str, Any]) -> str:
+    """Return what a cell has printed on standard output, or its value."""
+    if output["output_type"] == "stream" and output["name"] == "stdout":
+        return "".join(output["text"])
+    data = output.get("data", {})
+    return "" if "image/png" in data else "".join(data.get("text/plain", "")) + "\n" * ("text/plain" in data)
+
+
+def output_picture(output: dict[str, Any]) -> str:
+    """Return a picture that a cell shows, as part of the page."""
+    picture = output.get("data", {}).get("image/png")
+    return "" if picture is None else f'<img alt="output" src="data:image/png;base64,{"".join(picture).strip()}">'
