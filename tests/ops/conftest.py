@@ -110,6 +110,8 @@ def make_problem() -> Callable[..., Problem]:
         if kind in ("focused", "polaformer"):
             options["spread"] = draw(heads, width).abs() + 0.5
         if kind == "polaformer":
+            # Its scores are products of powers: small ones would not count beside its ε.
+            q, k = 2 * q, 2 * k
             options["power"] = 1 + 4 * draw(heads, width).sigmoid()
         problem = Problem(kind, q, k, v, options)
         for leaf in problem.leaves().values():
