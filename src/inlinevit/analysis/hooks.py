@@ -158,9 +158,10 @@ def visit_adapter(
 def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, kernel_tokens: Tensor) -> Layer:
     """Return what an attention computes for one head group; kernel_tokens as in BaseAttention.forward."""
     q, k, v, windows = group
-    # Each matrix of weights is shown as a head, with its part of the values.
+    # Each matrix of weights is shown as a head, with its part of the values. What RALA has behind the keys is not one.
     matrices = attn.matrices_per_head
-    shown_q, shown_k = (x if matrices == 1 else x.repeat_interleave(matrices, dim=1) for x in (q, k))
+    shown = (q, k[..., : q.shape[3]])
+    shown_q, shown_k = (x if matrices == 1 else x.repeat_interleave(matrices, dim=1) for x in shown)
     return Layer(
         name if windows.num_head_groups == 1 else f"{name} ({windows.head_group + 1} of {windows.num_head_groups})",
         attention_name(type(attn)),
