@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import inlinevit
 from inlinevit import kernels
 from inlinevit.analysis.hooks import run_masked, watch
+from inlinevit.analysis.layer import Layer
 from inlinevit.export.program import export_program
 from inlinevit.layers import ATTENTIONS, AttentionAdapter, BaseAttention, InLineAttention, Surroundings, _chunks
 from inlinevit.layers._inference_block import InferenceBlock, is_native
@@ -270,7 +271,12 @@ def test_explicit_weights_and_hooks(kind):
     model, x = make(kind, ALL), images(64, 48)
     with torch.no_grad():
         expected = model(x)
-        assert_equal(watch(model, x, lambda layer: None), expected)
+        layers: list[Layer] = []
+        assert_equal(watch(model, x, layers.append), expected)
+        for layer in layers:
+            assert layer.q.shape == layer.k.shape
+            assert layer.v.shape[:3] == layer.k.shape[:3]
+            assert layer.attention_weights(0, 1).shape == (*layer.q.shape[:2], 1, layer.k.shape[2])
         everything = run_masked(
             model, x, lambda layer, first, last: torch.ones(layer.windows, last - first, layer.k.shape[2], dtype=bool)
         )
