@@ -194,7 +194,7 @@ def test_attention_options_in_pyramids(name):
         ("softmax", "relative_window", "choose one of cpe, gate, lepe, mlp_conv, rope, unit_queries"),
         ("hydra", "feature_map", "choose one of cpe, gate, lepe, mlp_conv, rope"),
         ("enhanced", "feature_map", "choose one of cpe, gate, lepe, mlp_conv, rope"),
-        ("focused", "grid", "choose one of cpe, gate, lepe, mlp_conv, rope"),
+        ("focused", "grid", "choose one of cpe, gate, lepe, mlp_conv, rope, value_conv"),
         (("hydra", "softmax"), "path", "choose one of cpe, gate, lepe, mlp_conv, rope, unit_queries"),
     ],
 )
