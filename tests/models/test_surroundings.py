@@ -205,6 +205,16 @@ def test_each_optimized_for_inference(kind, surroundings):
     assert_optimized(kind, surroundings)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deit", "rala deit"])
+def test_compiled_for_inference(kind):
+    model = make(kind, ALL)
+    optimized = inlinevit.optimize_for_inference(model)
+    with torch.no_grad():
+        for size in ((64, 64), (75, 98)):
+            assert_equal(optimized(images(*size)), model(images(*size)), 1e-4)
+
+
 def test_native_blocks_are_those_that_the_kernel_computes():
     if not kernels.available():
         pytest.skip("there are no native kernels")
