@@ -378,9 +378,8 @@ class LabelMapSink(ClassMapSink):
         if not bool(rows.isfinite().all()):
             raise ValueError("the model gives NaN or infinite values for this image: check its weights")
         indices = rows.argmax(dim=2).numpy()
-        self.counts += np.bincount(
-            indices[~masked] if masked is not None else indices.ravel(), minlength=len(self.table)
-        )
+        counted = indices.ravel() if masked is None else indices[~masked]
+        self.counts += np.bincount(counted, minlength=len(self.table))
         return self.table.astype(self.dtype)[indices]
 
 
