@@ -262,7 +262,7 @@ def flat_layers(module: nn.Module) -> list[nn.Module]:
 
     if isinstance(module, nn.Sequential):
         return [layer for child in module for layer in flat_layers(child)]
-    return flat_layers(module.activation) if type(module) is Activation else [module]
+    return flat_layers(cast(nn.Module, module.activation)) if type(module) is Activation else [module]
 
 
 def is_fixed_norm(layer: nn.Module) -> bool:

@@ -144,7 +144,7 @@ def make_plan(
         map_bytes = max(map_bytes, pairs)
     if kept_bytes is not None:
         map_bytes = kept_bytes
-    parts = (*stages, *steps)
+    parts: list[StageSize | StepSize] = [*stages, *steps]
     least = max(part.chunk_bytes(part.round_rows(chunk_rows or 1)) for part in parts)
     needed_in_memory, needed_spilled = fixed + map_bytes + least, fixed + least
     in_memory = not must_spill and needed_in_memory <= budget
