@@ -145,12 +145,12 @@ NATIVE_PARTS = {
 
 def is_native(block: Block) -> bool:
     """Return whether the native kernel computes a block: with InLine or softmax attention, and a plain MLP."""
-    attn, mlp = block.attn, block.mlp
+    attn, mlp = cast(Any, block.attn), block.mlp
     return (
         kernels.available()
         and {type(part) for child in block.children() for part in child.modules()} <= NATIVE_PARTS
         and (is_native_inline(attn) or is_native_softmax(attn))
-        and (attn.lepe is None or cast(nn.Conv2d, attn.lepe).kernel_size == (3, 3))
+        and (attn.lepe is None or attn.lepe.kernel_size == (3, 3))
         and attn.gate is None
         and not attn.rope
         and block.cpe is None
