@@ -13,8 +13,12 @@ from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
+from .mala_attention import MALAAttention
+from .polaformer_attention import PolaFormerAttention
+from .rala_attention import RALAAttention
 from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
+from .surroundings import Surroundings
 
 __all__ = [
     "ATTENTIONS",
@@ -31,11 +35,15 @@ __all__ = [
     "InLineAttention",
     "LinearAttention",
     "LocalResidual",
+    "MALAAttention",
     "PatchGrid",
     "PatchMerging",
+    "PolaFormerAttention",
+    "RALAAttention",
     "ResamplePosEmbed",
     "SoftmaxAttention",
     "SquareWindows",
+    "Surroundings",
     "WholeMap",
     "Windows",
     "find_attention",
