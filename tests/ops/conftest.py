@@ -1,5 +1,6 @@
 """Queries, keys and values for the tests of the ops."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,18 @@ FAST: dict[str, Callable[..., Tensor]] = {
     "efficient": ops.efficient_attention,
     "angular": ops.angular_attention,
     "focused": ops.focused_attention,
+    "agent": ops.agent_attention,
+    "mhla": ops.mhla_attention,
+    "circulant": ops.circulant_attention,
 }
+# Options of the attentions that can be differentiated.
+LEARNED = ("bias", "spread", "agents", "mixing")
+
+
+def map_of(tokens: int) -> tuple[int, int]:
+    """The map of so many tokens that is nearest to a square."""
+    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
+    return height, tokens // height
 
 
 @dataclass
@@ -48,7 +60,7 @@ class Problem:
         found = {"q": self.q, "k": self.k, "v": self.v}
         if self.options.get("affine") is not None:
             found["A"], found["b"] = self.options["affine"]
-        found.update({name: self.options[name] for name in ("bias", "spread") if self.options.get(name) is not None})
+        found.update({name: self.options[name] for name in LEARNED if self.options.get(name) is not None})
         return found
 
     def replace(self, leaves: dict[str, Tensor]) -> None:
@@ -56,7 +68,7 @@ class Problem:
         self.q, self.k, self.v = (leaves[name] for name in "qkv")
         if "A" in leaves:
             self.options["affine"] = (leaves["A"], leaves["b"])
-        self.options.update({name: leaves[name] for name in ("bias", "spread") if name in leaves})
+        self.options.update({name: leaves[name] for name in LEARNED if name in leaves})
 
     def gradients(self, out: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
         leaves = self.leaves()
@@ -86,7 +98,7 @@ def make_problem() -> Callable[..., Problem]:
 
         q, k = draw(batch, heads, queries, width), draw(batch, heads, tokens, width)
         v = draw(batch, heads, tokens, value_width) + 1
-        if kind in ("linear", "focused"):
+        if kind in ("linear", "focused", "mhla"):
             # q and k lean to the same side in each coordinate. Signed maps get a negative one too.
             lean = torch.ones(width, dtype=torch.float64)
             lean[-1] = -1 if feature_map in ("identity", "leaky_relu") else 1
@@ -98,6 +110,13 @@ def make_problem() -> Callable[..., Problem]:
             options["affine"] = (matrix, draw(heads, width) + 1)
         if kind == "focused":
             options["spread"] = draw(heads, width).abs() + 0.5
+        if kind == "agent":
+            # The same for all images, so that images can be computed alone.
+            options["agents"] = draw(1, heads, 3, width)
+        if kind == "mhla":
+            options["mixing"] = draw(16, 16).abs() + 0.1
+        if kind in ("mhla", "circulant"):
+            options["feat_size"] = map_of(tokens)
         problem = Problem(kind, q, k, v, options)
         for leaf in problem.leaves().values():
             leaf.requires_grad_()

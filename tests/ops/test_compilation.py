@@ -15,6 +15,8 @@ QUICK = [
     ("efficient", None, None),
     ("angular", None, MASK),
     ("focused", None, None),
+    ("agent", None, MASK),
+    ("mhla", None, MASK),
 ]
 SLOW = [
     ("softmax", None, None),
@@ -25,6 +27,8 @@ SLOW = [
     ("efficient", None, MASK),
     ("angular", None, None),
     ("focused", None, MASK),
+    ("agent", None, None),
+    ("mhla", None, None),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 cases = pytest.mark.parametrize(("kind", "phi", "mask"), CASES)
@@ -54,7 +58,7 @@ def test_local_residual():
     torch.testing.assert_close(compiled(v, kernels, (2, 3)), expected)
 
 
-OTHERS = ("linear", "hydra", "efficient", "angular", "focused")
+OTHERS = ("linear", "hydra", "efficient", "angular", "focused", "agent", "mhla")
 
 
 @pytest.mark.parametrize("kind", ["inline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
