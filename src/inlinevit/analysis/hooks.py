@@ -22,6 +22,7 @@ from ..layers import AttentionAdapter, BaseAttention, SoftmaxAttention
 from ..layers.base_attention import HeadGroup, join_head_groups
 from ..layers.registry import attention_name, overrides
 from ..ops import softmax_weights
+from ..ops.local import add_kernels
 from ..ops.windows import Windows, covers_map, merge_heads, window_partition, window_reverse
 from ..utils.validation import require
 from .layer import PADDING, PREFIX, Convolution, Layer, MaskFunction
@@ -123,7 +124,7 @@ def visit_own(name: str, visit: Visit, attn: BaseAttention, args: Any, kwargs: A
         if replaced is not None:
             joined = merge_heads(replaced)
             outputs.append(window_reverse(joined, group.windows) if layer.sees_map else joined)
-    return attn.proj_drop(attn.proj(join_head_groups(outputs).to(output.dtype))) if outputs else None
+    return attn.project_out(join_head_groups(outputs).to(output.dtype), given["x"]) if outputs else None
 
 
 def visit_adapter(
@@ -150,7 +151,7 @@ def visit_adapter(
         size, places = find_places(group.q)
         layer = replace(layer, size=size, places=places)
     replaced = visit(layer)
-    return None if replaced is None else attn.proj_drop(attn.proj(merge_heads(replaced).to(output.dtype)))
+    return None if replaced is None else attn.project_out(merge_heads(replaced).to(output.dtype), x)
 
 
 def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, kernel_tokens: Tensor) -> Layer:
@@ -175,8 +176,10 @@ def convolution_of_head_group(attn: BaseAttention, group: HeadGroup, kernel_toke
     heads, windows = group.q.shape[1], group.windows
     kernels, static, bias = attn.local_kernels(kernel_tokens, windows), attn.static_kernels(windows), None
     if static is not None:
-        weight = static[0].flatten(1).expand(group.q.shape[0], -1, -1)
-        kernels = weight if kernels is None else kernels + weight
+        weight = static[0].squeeze(1)
+        if kernels is not None:
+            weight = add_kernels(weight, kernels.unflatten(2, (3, 3)))
+        kernels = weight.flatten(-2).expand(group.q.shape[0], -1, -1)
         bias = static[1].unflatten(0, (heads, -1))
     if kernels is None:
         return None

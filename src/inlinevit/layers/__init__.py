@@ -15,6 +15,7 @@ from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
 from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
+from .surroundings import Surroundings
 
 __all__ = [
     "ATTENTIONS",
@@ -36,6 +37,7 @@ __all__ = [
     "ResamplePosEmbed",
     "SoftmaxAttention",
     "SquareWindows",
+    "Surroundings",
     "WholeMap",
     "Windows",
     "find_attention",

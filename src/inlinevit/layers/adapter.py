@@ -204,7 +204,7 @@ class AttentionAdapter(nn.Module):
         own = attention.score_bias(k, windows)
         bias = (bias if own is None else own + bias).to(q.dtype)
         out = ops.softmax_attention(attention.map_queries(q), k, v, bias=bias)
-        return self.finish(out, HeadGroup(q, k, v, windows), x)
+        return self.finish(out, HeadGroup(q, k, v, windows), x, x)
 
     def attend_masked(self, x: Tensor, feat_size: tuple[int, int], keys: Tensor) -> Tensor:
         """Compute attention as if some tokens did not exist, by the explicit weights.
@@ -220,14 +220,14 @@ class AttentionAdapter(nn.Module):
         # x̄ of the local residual is the mean of the visible tokens.
         visible = keys.view(x.shape[0], -1, 1)
         mean = x.masked_fill(~visible, 0.0).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)
-        return self.finish(out, HeadGroup(q, k, v, windows), mean.to(x.dtype).expand_as(x))
+        return self.finish(out, HeadGroup(q, k, v, windows), mean.to(x.dtype).expand_as(x), x)
 
-    def finish(self, out: Tensor, group: HeadGroup, kernel_tokens: Tensor) -> Tensor:
-        """Add the convolution of the values to (batch, heads, tokens, head_dim), join the heads, and project."""
+    def finish(self, out: Tensor, group: HeadGroup, kernel_tokens: Tensor, x: Tensor) -> Tensor:
+        """Add the convolution of the values to (batch, heads, tokens, head_dim), join the heads, gate, and project."""
         attention, windows = self.attention, group.windows
         kernels, static = attention.local_kernels(kernel_tokens, windows), attention.static_kernels(windows)
         out = add_convolution(merge_heads(out), group.v, kernels, static, windows)
-        return attention.proj_drop(attention.proj(out))
+        return attention.project_out(out, x)
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         """Change the size of Swin's windows; called by timm's set_input_size."""

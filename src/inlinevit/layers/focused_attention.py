@@ -8,6 +8,7 @@ from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.local import add_kernels
 from ..ops.windows import Windows, padding_mask, take_head_group
 from .base_attention import BaseAttention
 from .embed import ResamplePosEmbed
@@ -76,6 +77,6 @@ class FocusedAttention(BaseAttention):
         weight, bias = self.conv.weight.repeat(heads, 1, 1, 1), bias.repeat(heads)
         lepe = self.lepe
         if lepe is not None:
-            weight = weight + F.pad(take_head_group(lepe.weight, windows), (1, 1, 1, 1))
+            weight = add_kernels(weight, take_head_group(lepe.weight, windows))
             bias = bias + take_head_group(lepe.bias, windows)
         return weight, bias

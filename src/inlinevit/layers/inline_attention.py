@@ -11,7 +11,7 @@ from torch.nn.modules import module as module_hooks
 from .. import kernels, ops
 from ..ops._common import autocast_off, is_exporting
 from ..ops.inline import PATHS, QKV_PATHS, PathParams, select_path
-from ..ops.local import add_convolution
+from ..ops.local import add_convolution, widen
 from ..ops.windows import (
     Windows,
     count_windows,
@@ -75,7 +75,7 @@ class InLineAttention(BaseAttention):
             return self.attend_folded(x, feat_size, kernel_tokens)
         if path != "native":
             return None
-        qkv, outputs = self.qkv(x), []
+        qkv, outputs = self.project_qkv(x, feat_size), []
         for windows in groups:
             taps, bias = self.convolution(kernel_tokens, windows)
             outputs.append(kernels.inline_attention(qkv, windows, self.num_heads, kernels=taps, bias=bias))
@@ -109,6 +109,10 @@ class InLineAttention(BaseAttention):
             reasons["native"] = reason
         elif dtype not in kernels.DTYPES or device not in ("cpu", "meta"):
             reasons["native"] = f"it computes float32 and float64 on a CPU, not {dtype} on {device}"
+        if self.lepe is not None and self.lepe.kernel_size[0] > 3:
+            reasons["native"] = f"lepe has a side of {self.lepe.kernel_size[0]}, and it convolves with 3×3 kernels"
+        if self.rope:
+            reasons["folded"] = "rope rotates queries and keys, which it does not compute"
         # Only a plain linear layer can be folded, not one that was replaced or that has hooks.
         if len(groups) > 1 or not covers_map(groups[0]) or type(self.qkv) is not nn.Linear or has_hooks(self.qkv):
             reasons["folded"] = "it needs a plain nn.Linear as qkv, without hooks, and one window that covers the map"
@@ -143,7 +147,7 @@ class InLineAttention(BaseAttention):
             (batch · windows, channels of the head group, 9) and (channels of the head group,), or None.
         """
         static = self.static_kernels(windows)
-        weight, bias = (None, None) if static is None else (static[0].flatten(1), static[1])
+        weight, bias = (None, None) if static is None else (widen(static[0], 3).flatten(1), static[1])
         local, replaced = self.local_residual, type(self).local_kernels is not InLineAttention.local_kernels
         few = kernel_tokens.shape[0] * count_windows(windows) <= MOST_NATIVE_MEANS
         if local is not None and not replaced and few and local.is_native(kernel_tokens, weight):
@@ -191,7 +195,7 @@ class InLineAttention(BaseAttention):
 
 def replaced_method(kind: type[InLineAttention]) -> str | None:
     """Return a method that a subclass defines, and that paths which do not start from q, k and v would not call."""
-    methods = ("attend", "partition", "static_kernels")
+    methods = ("attend", "partition", "project_qkv", "static_kernels")
     return next((name for name in methods if getattr(kind, name) is not getattr(InLineAttention, name)), None)
 
 

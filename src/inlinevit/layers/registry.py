@@ -26,6 +26,7 @@ from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention
 from .linear_attention import LinearAttention
 from .softmax_attention import SoftmaxAttention
+from .surroundings import SURROUNDINGS, Surroundings
 
 AttentionT = TypeVar("AttentionT", bound=type[BaseAttention])
 
@@ -48,7 +49,10 @@ MODULES: dict[str, str] = {}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # What models pass to the constructor of every attention, besides the channels and the heads.
 MODEL_ARGUMENTS = ("layout", "qkv_bias", "lepe", "proj_drop", "num_prefix_tokens", "device", "dtype")
-FLAGS = ("wants_dwconv_mlp", "learns_grid", "supports_windows", "supports_prefix_tokens", "supports_lepe", "row_wise")
+FLAGS = (
+    *("wants_dwconv_mlp", "learns_grid", "row_wise", "rotates_in_attend"),
+    *("supports_windows", "supports_prefix_tokens", "supports_lepe", "supports_gate", "supports_rope"),
+)
 
 
 @overload
@@ -107,9 +111,15 @@ def contract_problem(attention: Any) -> str:
     for flag in FLAGS:
         if not isinstance(getattr(attention, flag), bool):
             return f"{attention.__name__}.{flag} is {getattr(attention, flag)!r:.60}: it should be True or False"
+    if not isinstance(attention.surroundings, Surroundings):
+        return (
+            f"{attention.__name__}.surroundings is not a Surroundings: use inlinevit.layers.Surroundings(gate=True, …)"
+        )
     for names in ("attn_kwargs_names", "no_weight_decay_names"):
         if not _is_tuple_of_names(getattr(attention, names)):
             return f'{attention.__name__}.{names} should be a tuple of names, such as ("scale",)'
+    if clash := [name for name in attention.attn_kwargs_names if name in SURROUNDINGS]:
+        return f"every attention has {', '.join(clash)}: leave it out of attn_kwargs_names of {attention.__name__}"
     types = constructor_types(attention)
     first = list(inspect.signature(attention).parameters)[:2]
     if first != ["dim", "num_heads"]:

@@ -99,8 +99,21 @@ def convolve_values(maps: Tensor, dynamic: Tensor | None, static: tuple[Tensor, 
     if dynamic is None:
         padding, groups = weight.shape[2] // 2, weight.shape[0]
         return F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups).permute(0, 2, 3, 1)
+    if weight.shape[2] > 3:
+        return convolve_values(maps, dynamic, None) + convolve_values(maps, None, static)
     # The sum of two convolutions of the same map is one convolution with the sum of their kernels.
-    return convolve_maps(promote(maps), promote(dynamic) + promote(weight.flatten(1)), promote(bias))
+    return convolve_maps(promote(maps), promote(dynamic) + promote(widen(weight, 3).flatten(1)), promote(bias))
+
+
+def widen(weight: Tensor, side: int) -> Tensor:
+    """Return kernels (…, side', side') with zeros around them, so that they have this side or more."""
+    border = max(0, side - weight.shape[-1]) // 2
+    return weight if border == 0 else F.pad(weight, (border,) * 4)
+
+
+def add_kernels(first: Tensor, second: Tensor) -> Tensor:
+    """Return the sum of kernels (…, side, side) of different odd sides, which has the larger side."""
+    return widen(first, second.shape[-1]) + widen(second, first.shape[-1])
 
 
 def choose_convolution(maps: Tensor, kernels: Tensor) -> str:
