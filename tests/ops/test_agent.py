@@ -42,8 +42,8 @@ def test_agents_are_means_of_real_tokens(garbage):
     mask[1, 3:, 3:] = False
     mask = torch.cat([torch.ones(2, 1, dtype=torch.bool), mask.flatten(1)], dim=1)
     q = q.masked_fill(~mask[:, None, :, None], garbage).requires_grad_()
-    agents, visible = ops.pool_agents(q, (6, 6), 2, mask)
-    assert visible.tolist() == [[True] * 4, [True, True, True, False]]
+    agents, visible = ops.pool_agents(q, (6, 6), 2, mask.unsqueeze(1))
+    assert visible.tolist() == [[[True] * 4], [[True, True, True, False]]]
     maps = q.detach()[:, 0, 1:].view(2, 6, 6, 4)
     torch.testing.assert_close(agents[0, 0, 0], maps[0, [0, 2], :3].mean(dim=(0, 1)))
     torch.testing.assert_close(agents[1, 0, 1], maps[1, :3, 3:].mean(dim=(0, 1)))
@@ -80,7 +80,7 @@ def test_gradients_reach_agents_and_biases():
 
 def test_queries_do_not_attend_to_masked_agents():
     q, k, v, agents = draw(2, 1, 5, 4), draw(2, 1, 7, 4), draw(2, 1, 7, 2), draw(2, 1, 3, 4)
-    agent_mask = torch.tensor([[True, False, True], [True, True, True]])
+    agent_mask = torch.tensor([[[True, False, True]], [[True, True, True]]])
     out = ops.agent_attention(q, k, v, agents, agent_mask=agent_mask)
     expected = ops.agent_attention(q[:1], k[:1], v[:1], agents[:1, :, [0, 2]])
     torch.testing.assert_close(out[:1], expected, rtol=0, atol=1e-12)
@@ -90,7 +90,7 @@ def test_queries_do_not_attend_to_masked_agents():
 def test_an_image_without_tokens_has_no_agents():
     q = draw(1, 1, 4, 2).requires_grad_()
     mask = torch.zeros(1, 4, dtype=torch.bool)
-    agents, visible = ops.pool_agents(q, (2, 2), 2, mask)
+    agents, visible = ops.pool_agents(q, (2, 2), 2, mask.unsqueeze(1))
     out = ops.agent_attention(q, q, q, agents, mask=mask, agent_mask=visible)
     assert torch.all(out == 0)
     (gradient,) = torch.autograd.grad(out.sum(), q)

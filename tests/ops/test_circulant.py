@@ -48,7 +48,7 @@ def test_it_is_the_formula(size, masked):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_it_equals_the_explicit_form(size, masked):
-    """Outputs and gradients; the weights also for some of the queries, from a known kernel."""
+    """Outputs and gradients; the weights also for some of the queries."""
     count = size[0] * size[1]
     leaves = [draw(2, 3, count, 1).requires_grad_() for _ in range(3)]
     q, k, v = leaves
@@ -62,9 +62,8 @@ def test_it_equals_the_explicit_form(size, masked):
     cotangent = torch.randn_like(out)
     found, expected = (torch.autograd.grad(answer, leaves, cotangent, retain_graph=True) for answer in (out, explicit))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    kernel = ops.circulant_kernel(q, k, size, mask)
     first, last = count // 3, count // 3 + max(1, count // 2)
-    part = ops.circulant_weights(q[:, :, first:last], k, feat_size=size, mask=mask, first=first, kernel=kernel)
+    part = ops.circulant_weights(q[:, :, first:last], k, feat_size=size, queries=q, mask=mask, first=first)
     torch.testing.assert_close(part, rows[:, :, first:last], rtol=0, atol=1e-12)
 
 
@@ -118,16 +117,26 @@ def test_an_image_of_nothing_but_padding_gives_zeros():
     assert gradient.isfinite().all()
 
 
-def test_hidden_tokens_leave_the_rows():
-    """The kernel stays that of all tokens."""
-    q, k = draw(1, 1, 6, 1), draw(1, 1, 6, 1)
-    rows = ops.circulant_weights(q, k, feat_size=(2, 3))
-    attn_mask = torch.rand(1, 1, 6, 6) < 0.5
-    attn_mask[..., 2, :] = False
-    masked = ops.circulant_weights(q, k, feat_size=(2, 3), attn_mask=attn_mask)
-    kept = rows * attn_mask
-    torch.testing.assert_close(masked, kept / kept.sum(dim=-1, keepdim=True).clamp(min=1e-30))
-    assert torch.all(masked[..., 2, :] == 0)
+def test_a_row_is_as_if_unseen_tokens_were_masked():
+    q, k, v = draw(2, 2, 15, 1), draw(2, 2, 15, 1), draw(2, 2, 15, 1)
+    attn_mask = torch.rand(2, 1, 15, 15) < 0.6
+    attn_mask[:, :, 2] = False
+    rows = ops.circulant_weights(q, k, feat_size=(3, 5), attn_mask=attn_mask)
+    out = rows @ v
+    for i in range(15):
+        alone = ops.circulant_attention(q, k, v, (3, 5), attn_mask[:, 0, i])
+        torch.testing.assert_close(out[:, :, i], alone[:, :, i], rtol=0, atol=1e-10)
+    assert torch.all(rows[:, :, 2] == 0)
+    # By head.
+    by_head = torch.rand(2, 2, 15, 15) < 0.6
+    rows = ops.circulant_weights(q, k, feat_size=(3, 5), attn_mask=by_head)
+    for head in range(2):
+        alone = ops.circulant_weights(q, k, feat_size=(3, 5), attn_mask=by_head[:, head : head + 1])
+        torch.testing.assert_close(rows[:, head], alone[:, head], rtol=0, atol=1e-12)
+    # The same for all queries.
+    same = by_head[:, :1, :1]
+    expected = ops.circulant_weights(q, k, feat_size=(3, 5), attn_mask=same.expand(2, 1, 15, 15))
+    torch.testing.assert_close(ops.circulant_weights(q, k, feat_size=(3, 5), attn_mask=same), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

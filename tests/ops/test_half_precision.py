@@ -18,9 +18,9 @@ BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 FLOAT32_BOUNDS = {"angular": 5e-5}
 # For two heads of 32; no digit is lost in half precision.
 SPREAD = torch.arange(32, 96).view(2, 32) / 32
-AGENTS = torch.randn(1, 2, 49, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float16)
-MIXING = initial_mixing()
-WEIGHTS = 0.2 * torch.randn(2, 2, 32, 32, generator=torch.Generator().manual_seed(1))
+AGENTS = torch.randn(1, 2, 49, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+MIXING = initial_mixing().bfloat16()
+WEIGHTS = (0.2 * torch.randn(2, 2, 32, 32, generator=torch.Generator().manual_seed(1))).bfloat16()
 # What a kind needs besides q, k and v.
 OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "focused": lambda q: {"spread": SPREAD.to(q.dtype)},

@@ -22,26 +22,26 @@ def pool_agents(
         q: Queries (batch, heads, prefix + H·W, head_dim). Prefix tokens are not pooled.
         feat_size: (H, W) of the map.
         side: Rows and columns of agents.
-        mask: (batch, prefix + H·W), True = real token: an agent is the mean of the real tokens of its cell.
+        mask: (batch, heads or 1, prefix + H·W), True = real token: an agent is the mean of the real tokens in its cell.
 
     Returns:
         The agents (batch, heads, side², head_dim), in float32 or better; and which of them have real tokens,
-        (batch, side²), or None for all.
+        (batch, heads or 1, side²), or None for all.
     """
     batch, heads, tokens, head_dim = q.shape
     height, width = feat_size
     prefix = tokens - height * width
     with autocast_off(q):
+        queries = promote(q if mask is None else q.masked_fill(~mask.unsqueeze(-1), 0.0))
         # (batch, heads, H·W, head_dim) -> (batch, H, W, heads · head_dim)
-        maps = promote(hide_padding(q, mask))[:, :, prefix:].transpose(1, 2).reshape(batch, height, width, -1)
-        agents = pool_maps(maps, (side, side))
-        visible = None
-        if mask is not None:
-            # Of the tokens in a cell, the fraction that is real.
-            fraction = pool_maps(mask[:, prefix:].view(batch, height, width, 1).to(maps.dtype), (side, side))
-            agents = agents / fraction.clamp(min=torch.finfo(maps.dtype).tiny)
-            visible = (fraction > 0).flatten(1)
-        return agents.view(batch, side * side, heads, head_dim).transpose(1, 2), visible
+        maps = queries[:, :, prefix:].transpose(1, 2).reshape(batch, height, width, heads * head_dim)
+        agents = pool_maps(maps, (side, side)).view(batch, side * side, heads, head_dim).transpose(1, 2)
+        if mask is None:
+            return agents, None
+        # Of the tokens in a cell, the fraction that is real, (batch, heads or 1, side²).
+        real = mask[:, :, prefix:].transpose(1, 2).reshape(batch, height, width, mask.shape[1]).to(maps.dtype)
+        fraction = pool_maps(real, (side, side)).flatten(1, 2).transpose(1, 2)
+        return agents / fraction.clamp(min=torch.finfo(maps.dtype).tiny).unsqueeze(-1), fraction > 0
 
 
 def agent_attention(
@@ -66,7 +66,7 @@ def agent_attention(
         key_bias: B₁ᵀ, added to the scores of the keys, broadcastable to (batch, heads, tokens, agents).
         scale: Factor of the scores; head_dim^-1/2 by default.
         mask: (batch, tokens), True = real token.
-        agent_mask: (batch, agents), True = the queries may attend to the agent.
+        agent_mask: (batch, heads or 1, agents), True = the queries may attend to the agent.
 
     Returns:
         (batch, heads, queries, value_dim), in q's dtype; scores and sums are kept in float32 or better.
@@ -118,6 +118,6 @@ def agent_scores(
         keys = keys + key_bias.to(keys.dtype)
     if agent_mask is not None:
         # If no agent has a token, all agents are alike, which gives zeros.
-        visible = agent_mask | ~agent_mask.any(dim=1, keepdim=True)
-        queries = queries.masked_fill(~visible[:, None, None, :], float("-inf"))
+        visible = agent_mask | ~agent_mask.any(dim=-1, keepdim=True)
+        queries = queries.masked_fill(~visible.unsqueeze(2), float("-inf"))
     return queries, keys

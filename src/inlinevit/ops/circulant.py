@@ -12,7 +12,7 @@ sum.
 import torch
 from torch import Tensor
 
-from ._common import autocast_off, check_map, check_qkv, count_tokens, hide_padding, hide_pairs, promote, visible_pairs
+from ._common import autocast_off, check_map, check_qkv, hide_padding, hide_pairs, promote, visible_pairs
 from .weights import register_weights
 
 
@@ -33,7 +33,7 @@ def circulant_attention(
     """
     check_circulant(q, k, v, feat_size, mask)
     with autocast_off(q):
-        kernel = circulant_kernel(q, k, feat_size, mask)
+        kernel = circulant_kernel(q, k, feat_size, None if mask is None else mask.unsqueeze(1))
         maps = to_maps(hide_padding(v, mask), feat_size)
         out = correlate(kernel, maps)
         if mask is not None:
@@ -43,11 +43,26 @@ def circulant_attention(
         return out.flatten(-2).transpose(-2, -1).to(q.dtype)
 
 
-def circulant_kernel(q: Tensor, k: Tensor, feat_size: tuple[int, int], mask: Tensor | None = None) -> Tensor:
-    """Return σ (batch, heads, head_dim, H, W): the weight of each shift, in float32 or better; see the module."""
-    queries, keys = to_maps(hide_padding(q, mask), feat_size), to_maps(hide_padding(k, mask), feat_size)
-    scores = correlate(queries, keys) * count_tokens(promote(k), mask).unsqueeze(-1) ** -0.5
+def circulant_kernel(q: Tensor, k: Tensor, feat_size: tuple[int, int], visible: Tensor | None = None) -> Tensor:
+    """Return σ (batch, heads, head_dim, H, W): the weight of each shift, in float32 or better; see the module.
+
+    Args:
+        q: See circulant_attention.
+        k: See circulant_attention.
+        feat_size: See circulant_attention.
+        visible: (batch, heads or 1, H·W), True = real token.
+    """
+    if visible is not None:
+        q, k = (x.masked_fill(~visible.unsqueeze(-1), 0.0) for x in (q, k))
+    scores = correlate(to_maps(q, feat_size), to_maps(k, feat_size)) * score_scale(promote(k), visible)[..., None, None]
     return scores.flatten(-2).softmax(dim=-1).view_as(scores)
+
+
+def score_scale(k: Tensor, visible: Tensor | None) -> Tensor:
+    """Return N^-½ of the visible tokens of k, (batch or 1, heads or 1, 1)."""
+    if visible is None:
+        return torch.full((1, 1, 1), k.shape[-2], dtype=k.dtype, device=k.device) ** -0.5
+    return visible.sum(dim=-1, keepdim=True).clamp(min=1).to(k.dtype) ** -0.5
 
 
 def to_maps(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -67,44 +82,49 @@ def circulant_weights(
     k: Tensor,
     *,
     feat_size: tuple[int, int],
+    queries: Tensor | None = None,
     mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     first: int = 0,
-    kernel: Tensor | None = None,
 ) -> Tensor:
     """Return the weights of circulant attention, (batch, heads, queries, tokens); masks as in attention_weights.
 
-    The kernel is that of all queries and keys: `attn_mask` hides weights of it, and the rest is divided by its sum.
-
     Args:
-        q: All queries (batch, heads, H·W, 1); with a kernel, consecutive ones.
+        q: Consecutive queries of the map (batch, heads, queries, 1).
         k: Keys (batch, heads, H·W, 1): each head is one channel.
         feat_size: (H, W) of the map.
+        queries: All queries, as k, which make the kernel; q by default.
         mask: See attention_weights.
-        attn_mask: See attention_weights.
+        attn_mask: See attention_weights. Each query has a kernel of its own then, that of the tokens which it sees.
         first: Index of the first query among the tokens.
-        kernel: That of circulant_kernel, if it is known; else it is computed from all pairs of tokens.
     """
     check_qkv(q, k, k, mask)
+    queries = q if queries is None else queries
     check_map(k, feat_size)
+    check_map(queries, feat_size)
     if q.shape[-1] != 1:
         raise ValueError(f"each channel has its own weights, but heads have {q.shape[-1]} channels: make each a head")
-    shifts = shifts_of_pairs(feat_size, k.device)
-    if kernel is None:
-        check_map(q, feat_size)
-        # The scores of all pairs of tokens, summed by their shift.
-        queries, keys = promote(hide_padding(q, mask)), promote(hide_padding(k, mask))
-        pairs = (queries @ keys.transpose(-2, -1)).flatten(-2)
-        scores = torch.zeros_like(pairs[..., : k.shape[2]]).index_add(-1, shifts.flatten(), pairs)
-        sigma = (scores * count_tokens(keys, mask)[..., 0] ** -0.5).softmax(dim=-1)
+    shifts, count = shifts_of_pairs(feat_size, k.device), q.shape[2]
+    pairs = visible_pairs(mask, attn_mask)
+    if pairs is None or pairs.shape[-2] == 1:
+        sigma = explicit_kernel(queries, k, shifts, None if pairs is None else pairs[..., 0, :])
+        weights = sigma[:, :, shifts[first : first + count]]
     else:
-        sigma = promote(kernel).flatten(2)
-    weights = sigma[:, :, shifts[first : first + q.shape[2]]]
-    visible = visible_pairs(mask, attn_mask)
-    if visible is not None:
-        weights = hide_pairs(weights, visible)
+        kernels = (circulant_kernel(queries, k, feat_size, pairs[..., i, :]).flatten(2) for i in range(count))
+        weights = torch.stack([kernel[:, :, shifts[first + i]] for i, kernel in enumerate(kernels)], dim=2)
+    if pairs is not None:
+        weights = hide_pairs(weights, pairs)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
     return weights.to(q.dtype)
+
+
+def explicit_kernel(q: Tensor, k: Tensor, shifts: Tensor, visible: Tensor | None) -> Tensor:
+    """Return σ (batch, heads, H·W), as circulant_kernel, from the products of all pairs of tokens, summed by shift."""
+    if visible is not None:
+        q, k = (x.masked_fill(~visible.unsqueeze(-1), 0.0) for x in (q, k))
+    products = (promote(q) @ promote(k).transpose(-2, -1)).flatten(-2)
+    scores = torch.zeros_like(products[..., : k.shape[2]]).index_add(-1, shifts.flatten(), products)
+    return (scores * score_scale(promote(k), visible)).softmax(dim=-1)
 
 
 def shifts_of_pairs(feat_size: tuple[int, int], device: torch.device) -> Tensor:

@@ -87,7 +87,7 @@ def mhla_attention(
         mixing: M (16, 16), not negative: how much the queries of a block (row) see of each block (column).
         feat_size: (H, W) of the map; any, since it is padded to whole blocks.
         mask: (batch, H·W), True = real token.
-        shared_divisor: Divide by Σ_b M_{b(i)b} φ(q_{b,w})·ζ_b + ε, with the queries at the same place w of all blocks b,
+        shared_divisor: Divide by Σ_b M_{b(i)b} φ(q_{b,w})·ζ_b + ε, with queries at the same place w of all blocks b,
             as the published code does; rows do not sum to 1 then. By default, the divisor is that of the paper.
 
     Returns:
@@ -149,12 +149,13 @@ def mhla_weights(
     scores = hide_pairs(coefficients * (queries @ keys.transpose(-2, -1)), pairs)
     if shared_queries is None:
         return (scores / (scores.sum(dim=-1, keepdim=True) + EPSILON)).to(q.dtype)
-    # Of the queries at i's place, the one in the block of j meets k_j; there is none where that place is padding.
+    # Of the queries at i's place, the one in the block of j meets k_j; there is none where i does not see that place.
     blocks, spots = places.unbind(1)
     products = map_tokens(shared_queries, mask) @ keys.transpose(-2, -1)
     products = hide_pairs(products, blocks[:, None] == blocks)
-    same_spot = (own[:, 1:] == spots).to(products.dtype)
-    terms = hide_pairs(coefficients * (same_spot @ products), pairs)
+    same_spot = own[:, 1:] == spots
+    same_spot = same_spot if pairs is None else same_spot & pairs
+    terms = hide_pairs(coefficients * (same_spot.to(products.dtype) @ products), pairs)
     return (scores / (terms.sum(dim=-1, keepdim=True) + EPSILON)).to(q.dtype)
 
 
