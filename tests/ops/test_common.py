@@ -143,6 +143,7 @@ BAD = [
 # What a kind needs besides q, k, v and mask.
 NEEDED = {
     "focused": {"spread": torch.ones(1, 4)},
+    "polaformer": {"spread": torch.ones(1, 4), "power": torch.full((1, 4), 3.0)},
     "agent": {"agents": torch.ones(1, 1, 2, 4)},
     "mhla": {"mixing": torch.ones(16, 16), "feat_size": (1, 3)},
 }

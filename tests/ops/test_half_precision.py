@@ -22,13 +22,14 @@ AGENTS = torch.randn(1, 2, 49, 32, generator=torch.Generator().manual_seed(0)).b
 MIXING = initial_mixing().bfloat16()
 WEIGHTS = (0.2 * torch.randn(2, 2, 32, 32, generator=torch.Generator().manual_seed(1))).bfloat16()
 # What a kind needs besides q, k and v.
-OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
-    "focused": lambda q: {"spread": SPREAD.to(q.dtype)},
-    "agent": lambda q: {"agents": AGENTS.to(q.dtype)},
-    "mhla": lambda q: {"mixing": MIXING.to(q.dtype), "feat_size": MAPS[q.shape[2]]},
-    "circulant": lambda q: {"feat_size": MAPS[q.shape[2]]},
-    "vit3": lambda q: {"weight1": WEIGHTS[0].to(q.dtype), "weight2": WEIGHTS[1].to(q.dtype)},
+OPTIONS: dict[str, dict[str, Any]] = {
+    "focused": {"spread": SPREAD},
+    "polaformer": {"spread": SPREAD, "power": 1 + 2 * SPREAD / 3},
+    "agent": {"agents": AGENTS},
+    "mhla": {"mixing": MIXING},
+    "vit3": {"weight1": WEIGHTS[0], "weight2": WEIGHTS[1]},
 }
+# (H, W) of so many tokens.
 MAPS = {197: (1, 197), 4097: (17, 241)}
 
 # Softmax attention is torch's own; see test_softmax.py.
@@ -41,7 +42,9 @@ lengths = pytest.mark.parametrize("tokens", [197, 4097])
 @pytest.fixture(scope="module")
 def attend(fast_ops) -> Callable[..., Tensor]:
     def call(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = OPTIONS[kind](q) if kind in OPTIONS else {}
+        options = dict(OPTIONS.get(kind, {}))
+        if kind in ("mhla", "circulant"):
+            options["feat_size"] = MAPS[q.shape[2]]
         return {**fast_ops, "vit3": ops.vit3_attention}[kind](q, k, v, **options)
 
     return call

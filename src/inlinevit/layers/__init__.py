@@ -15,6 +15,9 @@ from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
+from .mala_attention import MALAAttention
+from .polaformer_attention import PolaFormerAttention
+from .rala_attention import RALAAttention
 from .mhla_attention import MHLAAttention
 from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
@@ -38,9 +41,12 @@ __all__ = [
     "InLineAttention",
     "LinearAttention",
     "LocalResidual",
+    "MALAAttention",
     "MHLAAttention",
     "PatchGrid",
     "PatchMerging",
+    "PolaFormerAttention",
+    "RALAAttention",
     "ResamplePosEmbed",
     "SoftmaxAttention",
     "SquareWindows",

@@ -27,6 +27,9 @@ from .focused_attention import FocusedAttention
 from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention
 from .linear_attention import LinearAttention
+from .mala_attention import MALAAttention
+from .polaformer_attention import PolaFormerAttention
+from .rala_attention import RALAAttention
 from .mhla_attention import MHLAAttention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import SURROUNDINGS, Surroundings
@@ -46,6 +49,9 @@ ATTENTIONS: dict[str, type[BaseAttention]] = {
     "angular": AngularAttention,
     "enhanced": EnhancedAttention,
     "focused": FocusedAttention,
+    "mala": MALAAttention,
+    "rala": RALAAttention,
+    "polaformer": PolaFormerAttention,
     "agent": AgentAttention,
     "vit3": ViT3Attention,
     "mhla": MHLAAttention,

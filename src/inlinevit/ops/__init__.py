@@ -12,10 +12,13 @@ from .inline import inline_attention, inline_weights
 from .key_value_state import KeyValueState
 from .linear import linear_attention, linear_weights
 from .local import local_residual
+from .mala import mala_attention, mala_weights
 from .mhla import mhla_attention, mhla_weights
+from .polaformer import polaformer_attention, polaformer_weights
+from .rala import rala_attention, rala_weights
 from .softmax import softmax_attention, softmax_weights
 from .vit3 import vit3_attention, vit3_convolution
-from .weights import attention_weights
+from .weights import apply_weights, attention_weights
 
 __all__ = [
     "FEATURE_MAPS",
@@ -25,6 +28,7 @@ __all__ = [
     "angular_attention",
     "angular_weights",
     "apply_feature_map",
+    "apply_weights",
     "attention_weights",
     "chunked_inline_attention",
     "circulant_attention",
@@ -41,9 +45,15 @@ __all__ = [
     "linear_attention",
     "linear_weights",
     "local_residual",
+    "mala_attention",
+    "mala_weights",
     "mhla_attention",
     "mhla_weights",
+    "polaformer_attention",
+    "polaformer_weights",
     "pool_agents",
+    "rala_attention",
+    "rala_weights",
     "softmax_attention",
     "softmax_weights",
     "vit3_attention",
