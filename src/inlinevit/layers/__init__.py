@@ -19,7 +19,7 @@ from .mala_attention import MALAAttention
 from .polaformer_attention import PolaFormerAttention
 from .rala_attention import RALAAttention
 from .mhla_attention import MHLAAttention
-from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
+from .registry import ATTENTIONS, find_attention, list_attentions, modules_of_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import Surroundings
 from .vit3_attention import ViT3Attention
@@ -56,6 +56,7 @@ __all__ = [
     "Windows",
     "find_attention",
     "list_attentions",
+    "modules_of_attentions",
     "padding_mask",
     "project_parameters",
     "register_attention",

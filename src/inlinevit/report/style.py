@@ -76,6 +76,10 @@ STYLES = {
     "angular": Style("angular", "#CC79A7", "P", (0, (3, 1, 1, 1, 1, 1))),
     "enhanced": Style("enhanced", "#000000", "X", (0, (1, 2))),
     "focused": Style("focused", "#882255", "*", (0, (5, 1, 1, 1))),
+    "agent": Style("agent", "#117733", "H", (0, (6, 1))),
+    "vit3": Style("ViT³", "#332288", "1", (0, (4, 1, 1, 1, 1, 1, 1, 1))),
+    "mhla": Style("MHLA", "#AA4499", "2", (0, (2, 2))),
+    "circulant": Style("circulant", "#999933", "3", (0, (9, 1, 2, 1))),
 }
 # For models with none of these attentions, or with several.
 OTHER_COLOR = "#777777"
