@@ -517,7 +517,9 @@ def test_parameters_stay_where_they_are_defined(tmp_path: Path, monkeypatch: pyt
     options = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     monkeypatch.setitem(MODELS, "mhla_deit_tiny", options)
     trainer = make_trainer(
-        settings(tmp_path / "run", toy__model="mhla_deit_tiny", optimizer__lr=0.2, schedule__warmup=0, run__ema_decay=decay)
+        settings(
+            tmp_path / "run", toy__model="mhla_deit_tiny", optimizer__lr=0.2, schedule__warmup=0, run__ema_decay=decay
+        )
     )
     reached: list[tuple[float, float]] = []
     original = trainer.train_step

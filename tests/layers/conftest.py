@@ -29,6 +29,7 @@ from inlinevit.layers import (
     RALAAttention,
     SoftmaxAttention,
     SquareWindows,
+    project_parameters,
 )
 from inlinevit.layers.focused_attention import KeyPositionAttention
 from inlinevit.ops.windows import Windows

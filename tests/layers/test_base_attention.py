@@ -77,7 +77,9 @@ WITH_PREFIX = {name: kind for name, kind in ATTENTIONS.items() if kind.supports_
 every_kind_with_prefix = pytest.mark.parametrize("kind", WITH_PREFIX.values(), ids=WITH_PREFIX)
 # Every attention with the numbers of prefix tokens that it takes.
 PREFIXES = [
-    (name, prefix) for name, (kind, _) in MIXERS.items() for prefix in ((0, 1, 3) if kind.supports_prefix_tokens else (0,))
+    (name, prefix)
+    for name, (kind, _) in MIXERS.items()
+    for prefix in ((0, 1, 3) if kind.supports_prefix_tokens else (0,))
 ]
 
 

@@ -53,7 +53,13 @@ def test_any_size_forward_and_backward(family, attention, size):
         assert parameter.grad.isfinite().all(), name
 
 
-WINDOWS = [("inline", 1), ("inline", 2), ("inline", 7), ("inline", 56), *((word, 3) for word, kind in ATTENTIONS.items() if kind.supports_windows)]
+WINDOWS = [
+    ("inline", 1),
+    ("inline", 2),
+    ("inline", 7),
+    ("inline", 56),
+    *((word, 3) for word, kind in ATTENTIONS.items() if kind.supports_windows),
+]
 
 
 @pytest.mark.parametrize("family", PYRAMIDS)

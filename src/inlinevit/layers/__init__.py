@@ -16,9 +16,9 @@ from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
 from .mala_attention import MALAAttention
+from .mhla_attention import MHLAAttention
 from .polaformer_attention import PolaFormerAttention
 from .rala_attention import RALAAttention
-from .mhla_attention import MHLAAttention
 from .registry import ATTENTIONS, find_attention, list_attentions, modules_of_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import Surroundings

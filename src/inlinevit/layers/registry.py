@@ -28,9 +28,9 @@ from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention
 from .linear_attention import LinearAttention
 from .mala_attention import MALAAttention
+from .mhla_attention import MHLAAttention
 from .polaformer_attention import PolaFormerAttention
 from .rala_attention import RALAAttention
-from .mhla_attention import MHLAAttention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import SURROUNDINGS, Surroundings
 from .vit3_attention import ViT3Attention
