@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import inlinevit
-from inlinevit.layers import ATTENTIONS, Block, InLineAttention
+from inlinevit.layers import ATTENTIONS, Block, InLineAttention, project_parameters
 from inlinevit.layers._cached_pos_embed import CachedResamplePosEmbed
 from inlinevit.layers._inference_block import InferenceBlock, compiled
 from inlinevit.models.inference import CompiledForward
@@ -74,8 +74,7 @@ def test_other_attentions_without_a_class_token(attention, options):
     """Their blocks are not computed natively; the others are."""
     mixed = (attention, "inline", attention)
     model = shallow("inline_deit_tiny", attention=mixed, class_token=False, global_pool="avg", **options)
-    for block in model.stages[0].blocks:
-        block.attn.project_parameters()
+    project_parameters(model)
     optimized = inlinevit.optimize_for_inference(model, compile=False)
     assert_same(optimized, model, (64, 96), (97, 130))
     images = torch.randn(1, 3, 64, 64)
