@@ -432,7 +432,7 @@ def convolutions(mixer: BaseAttention, mean: Tensor, head: int) -> list[tuple[Te
     found: list[tuple[Tensor, Tensor | None]] = []
     if isinstance(mixer, InLineAttention) and mixer.local_residual is not None:
         found.append((head_kernel(mixer, mean, head), None))
-    if isinstance(mixer, KeyPositionAttention):
+    if isinstance(mixer, KeyPositionAttention) and mixer.conv is not None:
         found.append((mixer.conv.weight, mixer.conv.bias))
     if mixer.lepe is not None:
         found.append((mixer.lepe.weight[channels], mixer.lepe.bias[channels]))

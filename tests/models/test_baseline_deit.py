@@ -84,6 +84,8 @@ def test_fx_traces(attention):
 @every_attention
 def test_compiles_as_one_graph(attention):
     model, images = shallow(attention, depth=1).eval(), torch.randn(2, 3, 96, 64)
+    # Each of them counts as a recompilation of the same code.
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images))
@@ -201,7 +203,7 @@ def test_attention_options_in_pyramids(name):
         ("softmax", "relative_window", "choose one of cpe, gate, lepe, mlp_conv, rope, unit_queries"),
         ("hydra", "feature_map", "choose one of cpe, gate, lepe, mlp_conv, rope"),
         ("enhanced", "feature_map", "choose one of cpe, gate, lepe, mlp_conv, rope"),
-        ("focused", "grid", "choose one of cpe, gate, lepe, mlp_conv, rope"),
+        ("focused", "grid", "choose one of cpe, gate, lepe, mlp_conv, rope, value_conv"),
         (("hydra", "softmax"), "path", "choose one of cpe, gate, lepe, mlp_conv, rope, unit_queries"),
     ],
 )

@@ -23,11 +23,13 @@ class KeyPositionAttention(BaseAttention):
         dim: Channels.
         num_heads: Heads; they divide the channels.
         grid: (H, W) of the map, or window, for which positions are learned; other sizes work, too.
+        value_conv: Add the convolution of the values.
         interpolation: How positions are resized; see ResamplePosEmbed.
         **kwargs: Arguments of BaseAttention.
     """
 
     learns_grid = True
+    attn_kwargs_names = ("value_conv",)
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class KeyPositionAttention(BaseAttention):
         num_heads: int,
         *,
         grid: tuple[int, int] = (14, 14),
+        value_conv: bool = True,
         interpolation: str = "bicubic",
         **kwargs: Any,
     ) -> None:
@@ -46,7 +49,9 @@ class KeyPositionAttention(BaseAttention):
         self.pos_embed = nn.Parameter(torch.empty(1, self.resample_pos_embed.num_tokens, dim, **factory))
         # Softplus of it divides queries and keys.
         self.spread = nn.Parameter(torch.empty(num_heads, self.head_dim, **factory))
-        self.conv = nn.Conv2d(self.head_dim, self.head_dim, 5, padding=2, groups=self.head_dim, **factory)
+        self.conv: nn.Conv2d | None = None
+        if value_conv:
+            self.conv = nn.Conv2d(self.head_dim, self.head_dim, 5, padding=2, groups=self.head_dim, **factory)
 
     def add_pos_embed(self, k: Tensor, windows: Windows) -> Tensor:
         """Add the positions of a window to keys (batch · windows, heads, tokens, head_dim)."""
@@ -63,6 +68,8 @@ class KeyPositionAttention(BaseAttention):
 
     def static_kernels(self, windows: Windows) -> tuple[Tensor, Tensor] | None:
         """See BaseAttention.static_kernels: the 5×5 convolution, the same for all heads, plus LePE, if it is used."""
+        if self.conv is None:
+            return super().static_kernels(windows)
         heads = self.num_heads // windows.num_head_groups
         bias = self.conv.bias
         assert bias is not None
