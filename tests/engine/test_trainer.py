@@ -526,7 +526,7 @@ def test_parameters_stay_where_they_are_defined(tmp_path: Path, monkeypatch: pyt
 
     def train_step(*args: Any) -> torch.Tensor:
         numbers = original(*args)
-        mixing = trainer.unwrapped_model.stages[0].blocks[0].attn.mixing
+        mixing = trainer.unwrapped_model.stages[0].blocks[0].attn.mixing.detach()
         reached.append((float(mixing.min()), float(mixing.max())))
         return numbers
 

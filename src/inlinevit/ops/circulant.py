@@ -57,7 +57,24 @@ def circulant_kernel(q: Tensor, k: Tensor, feat_size: tuple[int, int], visible: 
     if visible is not None:
         q, k = (x.masked_fill(~visible.unsqueeze(-1), 0.0) for x in (q, k))
     scores = correlate(to_maps(q, feat_size), to_maps(k, feat_size)) * score_scale(promote(k), visible)[..., None, None]
+    if visible is not None:
+        real = visible.unflatten(-1, feat_size).unsqueeze(2).to(scores.dtype)
+        scores = hide_useless_shifts(scores.flatten(-2), correlate(real, real).flatten(-2)).view_as(scores)
     return scores.flatten(-2).softmax(dim=-1).view_as(scores)
+
+
+def hide_useless_shifts(scores: Tensor, pairs: Tensor) -> Tensor:
+    """Take the shifts that lead from no visible token to another one out of the softmax.
+
+    Weights of visible tokens are divided by their sum, so that this changes nothing; but little would be left of them
+    where such shifts have almost all of the weight.
+
+    Args:
+        scores: (…, H·W).
+        pairs: The number of pairs of visible tokens that each shift joins, broadcastable to scores.
+    """
+    useful = pairs > 0.5
+    return scores.masked_fill(~(useful | ~useful.any(dim=-1, keepdim=True)), float("-inf"))
 
 
 def score_scale(k: Tensor, visible: Tensor | None) -> Tensor:
@@ -153,7 +170,12 @@ def explicit_kernel(q: Tensor, k: Tensor, shifts: Tensor, visible: Tensor | None
         q, k = (x.masked_fill(~visible.unsqueeze(-1), 0.0) for x in (q, k))
     products = (promote(q) @ promote(k).transpose(-2, -1)).flatten(-2)
     scores = torch.zeros_like(products[..., : k.shape[2]]).index_add(-1, shifts.flatten(), products)
-    return (scores * score_scale(promote(k), visible)).softmax(dim=-1)
+    scores = scores * score_scale(promote(k), visible)
+    if visible is not None:
+        both = (visible.unsqueeze(-1) & visible.unsqueeze(-2)).flatten(-2).to(scores.dtype)
+        pairs = torch.zeros_like(both[..., : k.shape[2]]).index_add(-1, shifts.flatten(), both)
+        scores = hide_useless_shifts(scores, pairs)
+    return scores.softmax(dim=-1)
 
 
 def shifts_of_pairs(feat_size: tuple[int, int], device: torch.device) -> Tensor:
