@@ -30,6 +30,7 @@ from .models.inline_cswin import InLineCSWin
 from .models.inline_deit import InLineDeiT
 from .models.inline_pvt import InLinePVT
 from .models.inline_swin import InLineSwin
+from .ops import apply_weights
 from .ops.local import add_convolution
 from .ops.windows import merge_heads, padding_mask, window_reverse
 
@@ -240,7 +241,8 @@ def check_lepe(subject: Subject) -> None:
     if not subject.kind.supports_lepe:
         return
     for name, layout in subject.layouts().items():
-        module = subject.random(layout=layout, lepe=3, **({"gate": False} if subject.kind.surroundings.gate else {}))
+        module = subject.random(layout=layout, lepe=3)
+        module.gate = None
         lepe = module.lepe
         expect(lepe is not None, "the constructor of BaseAttention gets lepe, and makes self.lepe")
         assert lepe is not None
@@ -447,7 +449,7 @@ def forward_by_weights(module: BaseAttention, x: Tensor, kernel_tokens: Tensor, 
     outputs = []
     for q, k, v, windows in module.partition(x, SIZE):
         rows = [
-            module.attention_weights(q[:, :, first : first + chunk], k, v, windows, first=first) @ v
+            apply_weights(module.attention_weights(q[:, :, first : first + chunk], k, v, windows, first=first), v)
             for first in range(0, q.shape[2], chunk)
         ]
         out = merge_heads(torch.cat(rows, dim=2))
@@ -460,8 +462,8 @@ def check_masks(module: BaseAttention, q: Tensor, k: Tensor, v: Tensor, windows:
     """Check attn_mask of attention_weights for one head group."""
     weights = module.attention_weights(q, k, v, windows)
     queries, count = q.shape[2], k.shape[2]
-    shape = (*q.shape[:2], queries, count)
-    expect(weights.shape == shape, f"attention_weights are (batch · windows, heads, queries, tokens), {shape}")
+    shape = (q.shape[0], q.shape[1] * module.matrices_per_head, queries, count)
+    expect(weights.shape == shape, f"attention_weights are (batch · windows, matrices, queries, tokens), {shape}")
     mask = torch.rand(1, 1, queries, count, generator=torch.Generator().manual_seed(3)) < 0.6
     mask[..., 2, :] = False
     masked = module.attention_weights(q, k, v, windows, mask)

@@ -21,9 +21,13 @@ from inlinevit.layers import (
     HydraAttention,
     InLineAttention,
     LinearAttention,
+    MALAAttention,
+    PolaFormerAttention,
+    RALAAttention,
     SoftmaxAttention,
     SquareWindows,
 )
+from inlinevit.layers.focused_attention import KeyPositionAttention
 from inlinevit.ops.windows import Windows
 
 
@@ -109,7 +113,10 @@ def attention_reference(
                 index = [*range(prefix), *(prefix + slot.token for slot in real)]
                 window = Window(mixer, windows, real, prefix, heads)
                 mix = MIX[type(mixer)]
-                mixed = mix(window, *(t[image, index, group] for t in (q, k, v)))
+                queries, keys, values = (t[image, index, group] for t in (q, k, v))
+                if not mixer.rotates_in_attend:
+                    queries, keys = window.rotated(queries), window.rotated(keys)
+                mixed = mix(window, queries, keys, values)
                 for head in heads:
                     channels = slice(head * width, (head + 1) * width)
                     own = window.channels(head)
@@ -118,6 +125,8 @@ def attention_reference(
                     for kernel, bias in convolutions(mixer, mean, head):
                         mixed[prefix:, own] += convolve(window, values[prefix:], kernel, bias)
                 out[image, index, group] = mixed
+    if mixer.gate is not None:
+        out = out * (x @ mixer.gate.weight.T + mixer.gate.bias)
     return out @ mixer.proj.weight.T + mixer.proj.bias
 
 
@@ -137,6 +146,18 @@ class Window:
         """The channels of a head within its head group."""
         first = (head - self.heads.start) * self.mixer.head_dim
         return slice(first, first + self.mixer.head_dim)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """x (tokens, channels of the head group) turned by row and column on the map, as complex numbers."""
+        if not self.mixer.rope:
+            return x
+        pairs = self.mixer.head_dim // 4
+        steps = [10000 ** (-m / max(1, pairs - 1)) for m in range(pairs)]
+        places = [(0, 0)] * self.prefix + [(slot.map_row, slot.map_column) for slot in self.slots]
+        turns = torch.tensor([[row * t for t in steps] + [column * t for t in steps] for row, column in places])
+        turns = torch.polar(torch.ones_like(turns.double()), turns.double()).unsqueeze(1)
+        numbers = torch.view_as_complex(x.unflatten(1, (-1, 2 * pairs, 2)).contiguous())
+        return torch.view_as_real(numbers * turns).flatten(1)
 
     def places(self) -> list[int]:
         """Of each token, its place in the row of all tokens of the window, padding too."""
@@ -208,7 +229,7 @@ def mix_enhanced(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Linear attention of f(t) = t³·‖t‖/‖t³‖, t = (ReLU + 1e-6)/softplus(w); keys have positions."""
-    mixer, windows = window.mixer, window.windows
+    mixer = window.mixer
     group = slice(window.heads.start * mixer.head_dim, window.heads.stop * mixer.head_dim)
     divisor = (1 + mixer.spread.flatten()[group].exp()).log()
 
@@ -216,6 +237,14 @@ def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         t = (x.clamp(min=0) + 1e-6) / divisor
         return t**3 * (t.norm() / (t**3).norm())
 
+    keys = torch.stack([focus(key) for key in with_positions(window, k, "bicubic")])
+    return mix_linearly(window, torch.stack([focus(query) for query in q]), keys, v, 1e-6)
+
+
+def with_positions(window: Window, k: Tensor, mode: str) -> Tensor:
+    """Keys (tokens, channels of the head group) with their learned positions, resized to the window."""
+    mixer, windows = window.mixer, window.windows
+    group = slice(window.heads.start * mixer.head_dim, window.heads.stop * mixer.head_dim)
     # Positions before those of the map are the prefix's; prefix tokens beyond num_prefix_tokens have none.
     own_prefix, (height, width) = mixer.num_prefix_tokens or 0, mixer.resample_pos_embed.grid
     table = mixer.pos_embed[0]
@@ -223,11 +252,61 @@ def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if (height, width) != (windows.window_height, windows.window_width):
         # As all positions are resized: in float32.
         new = (windows.window_height, windows.window_width)
-        maps = F.interpolate(maps.float(), new, mode="bicubic", antialias=True).to(maps.dtype)
+        maps = F.interpolate(maps.float(), new, mode=mode, antialias=mode == "bicubic").to(maps.dtype)
     positions = [*table[:own_prefix], *torch.zeros(window.prefix - own_prefix, mixer.dim, dtype=k.dtype)]
     positions += [maps[0, :, slot.row, slot.column] for slot in window.slots]
-    keys = torch.stack([focus(key + position[group]) for key, position in zip(k, positions, strict=True)])
-    return mix_linearly(window, torch.stack([focus(query) for query in q]), keys, v, 1e-6)
+    return k + torch.stack(positions)[:, group]
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def mix_mala(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(1 + 1/(z + 1e-6))·s·q̃·(1/N Σ k̃ vᵀ) − z·v̄, with z = s·φ(q)·mean φ(k)."""
+    q, k, out, scale = elu_plus_one(q), elu_plus_one(k), torch.zeros_like(v), window.mixer.head_dim**-0.5
+    turned_q, turned_k = window.rotated(q), window.rotated(k)
+    for head in window.heads:
+        own = window.channels(head)
+        key_value = turned_k[:, own].T @ v[:, own] / len(k)
+        for i in range(len(q)):
+            z = scale * q[i, own] @ k[:, own].mean(dim=0)
+            out[i, own] = (1 + 1 / (z + 1e-6)) * scale * turned_q[i, own] @ key_value - z * v[:, own].mean(dim=0)
+    return out
+
+
+def mix_rala(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q̃·Σ α k̃ vᵀ / (φ(q)·Σ α φ(k) + 1e-6), with α = softmax(s·mean φ(q)·φ(k))."""
+    q, k, out, scale = elu_plus_one(q), elu_plus_one(k), torch.zeros_like(v), window.mixer.head_dim**-0.5
+    turned_q, turned_k = window.rotated(q), window.rotated(k)
+    for head in window.heads:
+        own = window.channels(head)
+        alpha = (scale * (k[:, own] @ q[:, own].mean(dim=0))).softmax(dim=0)
+        key_value = sum(a * torch.outer(x, y) for a, x, y in zip(alpha, turned_k[:, own], v[:, own], strict=True))
+        for i in range(len(q)):
+            out[i, own] = turned_q[i, own] @ key_value / (q[i, own] @ (alpha @ k[:, own]) + 1e-6)
+    return out
+
+
+def mix_polaformer(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention of signed powers: same signs for the first half of a head's values, opposite for the second."""
+    mixer, out, half = window.mixer, torch.zeros_like(v), window.mixer.head_dim // 2
+    k = with_positions(window, k, "bilinear")
+    for head in window.heads:
+        own, power = window.channels(head), 1 + 4 / (1 + (-mixer.power[head]).exp())
+        divisor = (1 + mixer.spread[head].exp()).log()
+
+        def signed(x: Tensor, sign: int, own: slice = own, power: Tensor = power, by: Tensor = divisor) -> Tensor:
+            return (sign * x[:, own] / by).clamp(min=0) ** power
+
+        keys = torch.cat([signed(k, 1), signed(k, -1)], dim=1)
+        for part, sign in enumerate((1, -1)):
+            values = v[:, own][:, part * half : (part + 1) * half]
+            for i, query in enumerate(torch.cat([signed(q, sign), signed(q, -sign)], dim=1)):
+                mean = (query @ keys.T) @ values / len(k)
+                first = own.start + part * half
+                out[i, first : first + half] = mean / (query @ keys.mean(dim=0) + 1e-6)
+    return out
 
 
 def mix_linearly(window: Window, q: Tensor, k: Tensor, v: Tensor, epsilon: float) -> Tensor:
@@ -250,6 +329,9 @@ MIX: dict[type[BaseAttention], Callable[[Window, Tensor, Tensor, Tensor], Tensor
     AngularAttention: mix_angular,
     EnhancedAttention: mix_enhanced,
     FocusedAttention: mix_focused,
+    MALAAttention: mix_mala,
+    RALAAttention: mix_rala,
+    PolaFormerAttention: mix_polaformer,
 }
 
 
@@ -259,7 +341,7 @@ def convolutions(mixer: BaseAttention, mean: Tensor, head: int) -> list[tuple[Te
     found: list[tuple[Tensor, Tensor | None]] = []
     if isinstance(mixer, InLineAttention) and mixer.local_residual is not None:
         found.append((head_kernel(mixer, mean, head), None))
-    if isinstance(mixer, FocusedAttention):
+    if isinstance(mixer, KeyPositionAttention) and mixer.conv is not None:
         found.append((mixer.conv.weight, mixer.conv.bias))
     if mixer.lepe is not None:
         found.append((mixer.lepe.weight[channels], mixer.lepe.bias[channels]))

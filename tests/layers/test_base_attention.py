@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inlinevit import ops
 from inlinevit.layers import (
     ATTENTIONS,
     AngularAttention,
@@ -19,6 +20,9 @@ from inlinevit.layers import (
     HydraAttention,
     InLineAttention,
     LinearAttention,
+    MALAAttention,
+    PolaFormerAttention,
+    RALAAttention,
     SoftmaxAttention,
     SquareWindows,
     WholeMap,
@@ -28,7 +32,9 @@ from inlinevit.ops.windows import window_means, window_reverse
 from inlinevit.testing import ATTENTION_CHECKS, check_attention
 from tests import pairs_of, slow_except
 
-DIM, HEADS = 8, 4
+# Rotary positions need heads of four channels.
+DIM, HEADS = 16, 4
+PLAIN = {"gate": False, "rope": False}
 # The attentions and options of the comparisons; "relative" is for windows alone.
 MIXERS = {
     "inline": (InLineAttention, {}),
@@ -44,6 +50,14 @@ MIXERS = {
     "enhanced": (EnhancedAttention, {}),
     # Positions that fit the map or the window in some tests, and are resized in others.
     "focused": (FocusedAttention, {"grid": (4, 4)}),
+    "mala": (MALAAttention, {}),
+    "mala-plain": (MALAAttention, PLAIN),
+    "rala": (RALAAttention, {}),
+    "rala-plain": (RALAAttention, PLAIN),
+    "polaformer": (PolaFormerAttention, {"grid": (4, 4)}),
+    "inline-surrounded": (InLineAttention, {"gate": True, "rope": True}),
+    "softmax-surrounded": (SoftmaxAttention, {"gate": True, "rope": True}),
+    "focused-surrounded": (FocusedAttention, {"gate": True, "rope": True, "grid": (4, 4)}),
 }
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 every_kind = pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
@@ -110,13 +124,11 @@ def test_any_window_on_any_map(randomise, reference, name, size, window, shifted
 # Explicit weights
 
 
-def kernels_of(mixer, kernel_tokens, windows, count: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Kernels of each window, (count, channels, side · side), and their bias."""
+def kernels_of(mixer, kernel_tokens, windows, count: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Kernels of each window, (count, channels, side · side), and their bias: dynamic and static ones."""
     kernels, static = mixer.local_kernels(kernel_tokens, windows), mixer.static_kernels(windows)
-    if static is None:
-        return kernels, None
-    weight = static[0].flatten(1).expand(count, -1, -1)
-    return weight if kernels is None else kernels + weight, static[1]
+    found = [] if kernels is None else [(kernels, None)]
+    return found if static is None else [*found, (static[0].flatten(1).expand(count, -1, -1), static[1])]
 
 
 def by_weights(mixer, x, size, kernel_tokens, chunk: int) -> torch.Tensor:
@@ -127,9 +139,8 @@ def by_weights(mixer, x, size, kernel_tokens, chunk: int) -> torch.Tensor:
             mixer.attention_weights(q[:, :, first : first + chunk], k, v, windows, first=first)
             for first in range(0, q.shape[2], chunk)
         ]
-        out = (torch.cat(chunks, dim=2) @ v).transpose(1, 2).flatten(2)
-        kernels, bias = kernels_of(mixer, kernel_tokens, windows, len(q))
-        if kernels is not None:
+        out = ops.apply_weights(torch.cat(chunks, dim=2), v).transpose(1, 2).flatten(2)
+        for kernels, bias in kernels_of(mixer, kernel_tokens, windows, len(q)):
             height, width = windows.window_height, windows.window_width
             prefix, side = out.shape[1] - height * width, math.isqrt(kernels.shape[-1])
             for window, (value, kernel) in enumerate(zip(v, kernels, strict=True)):
@@ -139,7 +150,8 @@ def by_weights(mixer, x, size, kernel_tokens, chunk: int) -> torch.Tensor:
                 added = F.conv2d(maps, weight, bias, padding=side // 2, groups=len(maps))
                 out[window, prefix:] += added.flatten(1).T
         outputs.append(window_reverse(out, windows))
-    return mixer.proj(torch.cat(outputs, dim=-1))
+    out = torch.cat(outputs, dim=-1)
+    return mixer.proj(out if mixer.gate is None else out * mixer.gate(x))
 
 
 # Layout, prefix, size and LePE; windows are padded and shifted.
@@ -261,6 +273,7 @@ def test_window_means_of_large_numbers_in_half_precision():
 
 def test_the_attentions_are_there():
     words = {"inline", "softmax", "linear", "hydra", "efficient", "angular", "enhanced", "focused"}
+    words |= {"mala", "rala", "polaformer"}
     assert set(ATTENTIONS) == words
     # And all of them are compared with the reference and with their explicit weights, above.
     assert {kind for kind, _ in MIXERS.values()} == set(ATTENTIONS.values())

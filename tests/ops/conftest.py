@@ -18,7 +18,12 @@ FAST: dict[str, Callable[..., Tensor]] = {
     "efficient": ops.efficient_attention,
     "angular": ops.angular_attention,
     "focused": ops.focused_attention,
+    "mala": ops.mala_attention,
+    "rala": ops.rala_attention,
+    "polaformer": ops.polaformer_attention,
 }
+# Options that can be differentiated.
+LEAVES = ("bias", "spread", "power")
 
 
 @dataclass
@@ -31,24 +36,28 @@ class Problem:
     v: Tensor
     options: dict[str, Any] = field(default_factory=dict)
 
+    def own_options(self) -> dict[str, Any]:
+        """The options; the queries of all tokens, which RALA needs, are made from the keys."""
+        return {**self.options, "queries": self.k.flip(-1)} if self.kind == "rala" else self.options
+
     def fast(self) -> Tensor:
-        return FAST[self.kind](self.q, self.k, self.v, **self.options)
+        return FAST[self.kind](self.q, self.k, self.v, **self.own_options())
 
     def weights(self, **more: Any) -> Tensor:
         if self.kind == "angular":
             # Its rows are divided by the length of what they give.
             more["v"] = self.v
-        return ops.attention_weights(self.q, self.k, kind=self.kind, **self.options, **more)
+        return ops.attention_weights(self.q, self.k, kind=self.kind, **self.own_options(), **more)
 
-    def explicit(self) -> Tensor:
-        return self.weights() @ self.v
+    def explicit(self, **more: Any) -> Tensor:
+        return ops.apply_weights(self.weights(**more), self.v)
 
     def leaves(self) -> dict[str, Tensor]:
         """All that can be differentiated."""
         found = {"q": self.q, "k": self.k, "v": self.v}
         if self.options.get("affine") is not None:
             found["A"], found["b"] = self.options["affine"]
-        found.update({name: self.options[name] for name in ("bias", "spread") if self.options.get(name) is not None})
+        found.update({name: self.options[name] for name in LEAVES if self.options.get(name) is not None})
         return found
 
     def replace(self, leaves: dict[str, Tensor]) -> None:
@@ -56,7 +65,7 @@ class Problem:
         self.q, self.k, self.v = (leaves[name] for name in "qkv")
         if "A" in leaves:
             self.options["affine"] = (leaves["A"], leaves["b"])
-        self.options.update({name: leaves[name] for name in ("bias", "spread") if name in leaves})
+        self.options.update({name: leaves[name] for name in LEAVES if name in leaves})
 
     def gradients(self, out: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
         leaves = self.leaves()
@@ -85,6 +94,8 @@ def make_problem() -> Callable[..., Problem]:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         q, k = draw(batch, heads, queries, width), draw(batch, heads, tokens, width)
+        # Two matrices, each for one half.
+        value_width += value_width % 2 if kind == "polaformer" else 0
         v = draw(batch, heads, tokens, value_width) + 1
         if kind in ("linear", "focused"):
             # q and k lean to the same side in each coordinate. Signed maps get a negative one too.
@@ -96,8 +107,12 @@ def make_problem() -> Callable[..., Problem]:
         if feature_map == "relu_affine":
             matrix = 0.3 * draw(heads, width, width) + torch.eye(width, dtype=torch.float64)
             options["affine"] = (matrix, draw(heads, width) + 1)
-        if kind == "focused":
+        if kind in ("focused", "polaformer"):
             options["spread"] = draw(heads, width).abs() + 0.5
+        if kind == "polaformer":
+            # Its scores are products of powers: small ones would not count beside its ε.
+            q, k = 2 * q, 2 * k
+            options["power"] = 1 + 4 * draw(heads, width).sigmoid()
         problem = Problem(kind, q, k, v, options)
         for leaf in problem.leaves().values():
             leaf.requires_grad_()

@@ -140,7 +140,10 @@ BAD = [
 
 
 # What a kind needs besides q, k, v and mask.
-NEEDED = {"focused": {"spread": torch.ones(1, 4)}}
+NEEDED = {
+    "focused": {"spread": torch.ones(1, 4)},
+    "polaformer": {"spread": torch.ones(1, 4), "power": torch.full((1, 4), 3.0)},
+}
 
 
 @every_kind

@@ -15,6 +15,7 @@ BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 FLOAT32_BOUNDS = {"angular": 5e-5}
 # For two heads of 32; no digit is lost in half precision.
 SPREAD = torch.arange(32, 96).view(2, 32) / 32
+OPTIONS = {"focused": {"spread": SPREAD}, "polaformer": {"spread": SPREAD, "power": 1 + 2 * SPREAD / 3}}
 
 # Softmax attention is torch's own; see test_softmax.py.
 kinds = pytest.mark.parametrize("kind", [kind for kind in WEIGHT_FUNCTIONS if kind != "softmax"])
@@ -26,8 +27,7 @@ lengths = pytest.mark.parametrize("tokens", [197, 4097])
 @pytest.fixture(scope="module")
 def attend(fast_ops) -> Callable[..., Tensor]:
     def call(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"spread": SPREAD.to(q.dtype)} if kind == "focused" else {}
-        return fast_ops[kind](q, k, v, **options)
+        return fast_ops[kind](q, k, v, **OPTIONS.get(kind, {}))
 
     return call
 

@@ -13,6 +13,9 @@ from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
+from .mala_attention import MALAAttention
+from .polaformer_attention import PolaFormerAttention
+from .rala_attention import RALAAttention
 from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import Surroundings
@@ -32,8 +35,11 @@ __all__ = [
     "InLineAttention",
     "LinearAttention",
     "LocalResidual",
+    "MALAAttention",
     "PatchGrid",
     "PatchMerging",
+    "PolaFormerAttention",
+    "RALAAttention",
     "ResamplePosEmbed",
     "SoftmaxAttention",
     "SquareWindows",

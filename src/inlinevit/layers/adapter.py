@@ -216,7 +216,7 @@ class AttentionAdapter(nn.Module):
         """
         ((q, k, v, windows),) = self.attention.partition(x, feat_size)
         v = v.masked_fill(~keys.transpose(2, 3), 0.0)
-        out = self.attention.attention_weights(q, k, v, windows, keys) @ v
+        out = ops.apply_weights(self.attention.attention_weights(q, k, v, windows, keys), v)
         # x̄ of the local residual is the mean of the visible tokens.
         visible = keys.view(x.shape[0], -1, 1)
         mean = x.masked_fill(~visible, 0.0).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)

@@ -65,6 +65,8 @@ class BaseAttention(nn.Module):
     supports_rope: ClassVar[bool] = True
     # What surrounds it by default.
     surroundings: ClassVar[Surroundings] = Surroundings()
+    # Matrices of attention weights per head, each for a part of the values of the head.
+    matrices_per_head: ClassVar[int] = 1
     # Whether `attend` and `attention_weights` rotate queries and keys themselves (`rope_tables`), after a feature map.
     # Otherwise they get rotated ones.
     rotates_in_attend: ClassVar[bool] = False
@@ -252,6 +254,9 @@ class BaseAttention(nn.Module):
     ) -> Tensor:
         """Return the explicit weights: attend(q, k, v, windows) equals attention_weights(q, k, v, windows) @ v.
 
+        With several matrices per head, ops.apply_weights multiplies them with v. The gate and the convolutions of the
+        values are not part of the weights.
+
         Args:
             q: Consecutive queries.
             k: See attend.
@@ -262,7 +267,7 @@ class BaseAttention(nn.Module):
             first: Index of the first query among the tokens.
 
         Returns:
-            (batch · windows, heads, queries, tokens).
+            (batch · windows, heads · matrices_per_head, queries, tokens).
 
         Raises:
             NotImplementedError: This attention has no such form.

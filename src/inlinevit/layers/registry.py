@@ -25,6 +25,9 @@ from .focused_attention import FocusedAttention
 from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention
 from .linear_attention import LinearAttention
+from .mala_attention import MALAAttention
+from .polaformer_attention import PolaFormerAttention
+from .rala_attention import RALAAttention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import SURROUNDINGS, Surroundings
 
@@ -42,6 +45,9 @@ ATTENTIONS: dict[str, type[BaseAttention]] = {
     "angular": AngularAttention,
     "enhanced": EnhancedAttention,
     "focused": FocusedAttention,
+    "mala": MALAAttention,
+    "rala": RALAAttention,
+    "polaformer": PolaFormerAttention,
 }
 # The modules that registered those of other packages, by name.
 MODULES: dict[str, str] = {}

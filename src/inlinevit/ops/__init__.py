@@ -10,8 +10,11 @@ from .inline import inline_attention, inline_weights
 from .key_value_state import KeyValueState
 from .linear import linear_attention, linear_weights
 from .local import local_residual
+from .mala import mala_attention, mala_weights
+from .polaformer import polaformer_attention, polaformer_weights
+from .rala import rala_attention, rala_weights
 from .softmax import softmax_attention, softmax_weights
-from .weights import attention_weights
+from .weights import apply_weights, attention_weights
 
 __all__ = [
     "FEATURE_MAPS",
@@ -19,6 +22,7 @@ __all__ = [
     "angular_attention",
     "angular_weights",
     "apply_feature_map",
+    "apply_weights",
     "attention_weights",
     "chunked_inline_attention",
     "efficient_attention",
@@ -32,6 +36,12 @@ __all__ = [
     "linear_attention",
     "linear_weights",
     "local_residual",
+    "mala_attention",
+    "mala_weights",
+    "polaformer_attention",
+    "polaformer_weights",
+    "rala_attention",
+    "rala_weights",
     "softmax_attention",
     "softmax_weights",
 ]

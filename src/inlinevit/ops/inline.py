@@ -89,14 +89,30 @@ def covariance_path(
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine)
     k = map_keys(promote(k), feature_map, affine, mask)
-    v = hide_padding(promote(v), mask)
+    covariance, _, v_mean = key_value_covariance(k, hide_padding(promote(v), mask), mask, scale)
+    return (q @ covariance + v_mean).to(dtype)
+
+
+def key_value_covariance(
+    k: Tensor, v: Tensor, mask: Tensor | None, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return s·C of mapped keys and values, and the means of both.
+
+    Args:
+        k: φ(k) (batch, heads, tokens, head_dim), in float32 or better, zero at padding.
+        v: Values (batch, heads, tokens, value_dim), as k.
+        mask: (batch, tokens), True = real token.
+        scale: s.
+
+    Returns:
+        (batch, heads, head_dim, value_dim), (batch, heads, 1, head_dim) and (batch, heads, 1, value_dim).
+    """
     count = count_tokens(k, mask)
     k_mean = k.sum(dim=-2, keepdim=True) / count
     v_mean = v.sum(dim=-2, keepdim=True) / count
     # Both sides are centred before they are multiplied, so nothing large cancels. Padding must be zero again then.
     k = hide_padding(k - k_mean, mask)
-    covariance = (k.transpose(-2, -1) @ (v - v_mean)) * (scale / count)
-    return (q @ covariance + v_mean).to(dtype)
+    return (k.transpose(-2, -1) @ (v - v_mean)) * (scale / count), k_mean, v_mean
 
 
 def explicit_path(

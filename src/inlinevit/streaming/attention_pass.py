@@ -40,8 +40,8 @@ class AttentionPass(Pass):
         self.needs_summary = any(group.is_tall for group in self.groups)
         # Focused queries and keys, their positions, or values for a convolution along the tokens.
         more = 3 if isinstance(self.attn, AngularAttention | FocusedAttention) else 0
-        # The gate, and its product.
-        more += 2 if self.attn.gate is not None else 0
+        # The gate, and its product; a second convolution, which is added.
+        more += (2 if self.attn.gate is not None else 0) + (1 if self.halo > 1 else 0)
         self.token_floats = (self.copies + more) * self.attn.dim
         self.summary_height = max(
             cast(Any, self.attn).reduce.stride if group.is_reduced else 1 for group in self.groups
