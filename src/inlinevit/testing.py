@@ -252,7 +252,7 @@ def check_lepe(subject: Subject) -> None:
             first = module(x, SIZE)
             lepe.bias += 1
             # A bias of the convolution is the same for all tokens; the output projection maps it.
-            expected = first + F.linear(torch.ones(subject.dim, dtype=x.dtype), module.proj.weight)
+            expected = first + F.linear(torch.ones(module.proj.in_features, dtype=x.dtype), module.proj.weight)
             expect_close(module(x, SIZE), expected, f"self.lepe is added before the projection, with {name}")
 
 

@@ -12,6 +12,7 @@ from accelerate.utils import broadcast, send_to_device
 from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
+from ..layers import project_parameters
 from ..layers.registry import modules_of_attentions
 from ..parallel import parallelize_sequence, whole_images
 from ..utils.seeding import derive_seed, set_seed
@@ -213,6 +214,7 @@ class Trainer:
                         self.require_finite(StepValues(step + 1, self.learning_rate, 0.0, own, mean))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+        project_parameters(self.unwrapped_model)
         if self.ema is not None:
             self.ema.update(self.unwrapped_model, step=step)
         return numbers
