@@ -27,7 +27,23 @@ FAMILIES: dict[str, dict[str, str | None]] = {
 # DeiT-T with every attention, as published: with its own surroundings and number of heads.
 ATTENTION_MODELS = [
     f"{name}_deit_tiny"
-    for name in ("inline", "softmax", "linear", "hydra", "efficient", "angular", "enhanced", "focused")
+    for name in (
+        "inline",
+        "softmax",
+        "linear",
+        "hydra",
+        "efficient",
+        "angular",
+        "enhanced",
+        "focused",
+        "mala",
+        "rala",
+        "polaformer",
+        "agent",
+        "vit3",
+        "mhla",
+        "circulant",
+    )
 ]
 
 

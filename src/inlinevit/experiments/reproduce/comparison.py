@@ -10,7 +10,8 @@ COMMON = {**NOTHING, "gate": True, "lepe": 3}
 SETS = {"plain": NOTHING, "common": COMMON}
 SET_LABELS = {"plain": "plain", "common": "LePE 3 × 3 and gate"}
 
-# Every attention by name: its label, and its own options in both sets. Enhanced attention is linear attention with a
+# Every attention by name: its label, and its own options in both sets, which switch off its own convolution. Angular
+# attention and ViT³ cannot be without theirs. Enhanced attention is linear attention with a
 # convolution in the MLP, which is no part of the core: it is a row of the study "baselines".
 CORES: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax", {}),
@@ -19,10 +20,10 @@ CORES: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra": ("hydra", {}),
     "efficient": ("efficient", {}),
     "angular": ("angular", {}),
-    "focused": ("focused", {}),
+    "focused": ("focused", {"value_conv": False}),
     "mala": ("MALA", {}),
     "rala": ("RALA", {}),
-    "polaformer": ("PolaFormer", {}),
+    "polaformer": ("PolaFormer", {"value_conv": False}),
     "agent": ("Agent", {}),
     "vit3": ("ViT³", {}),
     "mhla": ("MHLA", {}),

@@ -259,14 +259,8 @@ def cut_tree(side: int, rng: Generator) -> tuple[NDArray[np.int64], NDArray[np.i
     order = [int(rng.integers(count))]
     parents[order[0]] = -1
     growing = order.copy()
-    numbers = iter(())
-    while growing:
-        # Drawing many numbers at once takes less time.
-        try:
-            where, which = next(numbers)
-        except StopIteration:
-            numbers = iter(rng.random((4 * count, 2)).tolist())
-            continue
+    # Each node is added once and removed once; drawing all numbers at once takes less time.
+    for where, which in rng.random((2 * count - 1, 2)).tolist():
         place = int(where * len(growing))
         node = growing[place]
         free = [other for other in neighbors[node] if parents[other] == -2]
