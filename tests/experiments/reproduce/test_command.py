@@ -187,15 +187,15 @@ def test_rates_are_chosen_on_held_out_images_and_kept(
         return Ended("finished")
 
     monkeypatch.setattr(workers, "train_cell", trained)
-    assert reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=10) == 0
+    assert reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=16) == 0
     name = Path(data).name
-    assert evaluated == [*((f"softmax-lr{rate:g}", "train", 2) for rate in accuracies), ("softmax-seed0", name, 10)]
+    assert evaluated == [*((f"softmax-lr{rate:g}", "train", 2) for rate in accuracies), ("softmax-seed0", name, 16)]
     found = read_json(tmp_path / "results.json")["cells"]["softmax"]
     # The smaller one of two that are equally good.
     assert (found["lr"], found["rates"]) == (0.002, {"0.001": 20.0, "0.002": 50.0, "0.004": 50.0})
     assert "3 of 3 runs that choose learning rates are finished" in capfd.readouterr().err
     # Nothing is trained again.
-    assert reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=10) == 0
+    assert reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=16) == 0
     assert len(evaluated) == 4
 
 

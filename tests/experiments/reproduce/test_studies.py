@@ -145,7 +145,7 @@ def test_rates_are_chosen_without_test_images(tmp_path: Path) -> None:
     assert [run.name for run in runs[:3]] == ["rates/softmax-lr0.001", "rates/softmax-lr0.002", "rates/softmax-lr0.004"]
     config = run_config(runs[2], data=str(tmp_path))
     assert (config.data.path, config.data.eval_share) == (str(tmp_path / "train.tar"), 0.1)
-    assert (config.optimizer.lr, config.schedule.min_lr, config.schedule.steps) == (0.004, 4e-5, 781)
+    assert (config.optimizer.lr, config.schedule.min_lr, config.schedule.steps) == (0.004, 4e-5, 488)
     assert run_config(runs[0], data="folder").data.path == "folder/train"
     assert run_config(runs[3]).data.eval_split == "val"
     assert run_config(Run(runs[3].cell, 0)).data.eval_split == "test"

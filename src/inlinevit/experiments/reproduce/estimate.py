@@ -6,9 +6,14 @@ from pathlib import Path
 from .design import Cell, Run
 from .studies import recipe_of, steps_of
 
-# Seconds of one core per step and 64 images, measured on an AMD EPYC with InLine attention; `python -m pytest -k
-# estimate` checks that every recipe has a value. Attentions differ by a factor of up to two.
-SECONDS_PER_STEP = {"reproduce": 0.13, "reproduce_16x16": 0.15, "comparison": 0.1, "recall": 0.05, "connectivity": 0.1}
+# Seconds of one core for a step of 64 images on an AMD EPYC, about: attentions and windows differ by a factor of two.
+SECONDS_PER_STEP = {
+    "reproduce": 0.14,
+    "reproduce_16x16": 0.15,
+    "comparison": 0.12,
+    "recall": 0.12,
+    "connectivity": 0.14,
+}
 OTHER_SECONDS = 0.1
 # An evaluation of all test images takes about as long as so many steps.
 EVALUATION_STEPS = 60

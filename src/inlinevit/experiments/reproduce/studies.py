@@ -22,7 +22,7 @@ GENERATED = "generated"
 # Learning rates to choose from, relative to that of the recipe.
 RATES = (0.5, 1.0, 2.0)
 # Steps of a run that chooses among them, as a part of those of a run that counts, and the training images held out.
-RATE_STEPS, HELD_OUT = 5, 0.1
+RATE_STEPS, HELD_OUT = 8, 0.1
 STUDIES: dict[str, Study] = {**ABLATIONS, **COMPARISONS}
 
 
