@@ -72,8 +72,10 @@ def test_some_weights_are_negative_and_queries_of_any_length_differ():
 def test_very_negative_queries_and_keys_in_half_precision(dtype, level):
     """ELU, then + 1, would give 0 in half precision, and 1/z would leave its range."""
     q, k, v = (draw(1, 2, 7, 8) + level).to(dtype), (draw(1, 2, 7, 8) + level).to(dtype), draw(1, 2, 7, 8).to(dtype)
-    assert (torch.nn.functional.elu(q) + 1).max() < 1e-2
+    assert torch.all(torch.nn.functional.elu(q) + 1 == 0)
     out = ops.mala_attention(q, k, v)
     expected = ops.mala_attention(q.double(), k.double(), v.double())
     assert out.isfinite().all()
-    assert (out.double() - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
+    # Results below the smallest numbers of the type are zero.
+    error = (out.double() - expected).norm()
+    assert error <= 2 * torch.finfo(dtype).eps * expected.norm() + torch.finfo(dtype).tiny
