@@ -98,8 +98,8 @@ class RecallSource(DiagnosticSource):
     Attributes:
         pairs: Pairs in an image, with different keys.
         values: Colours of values, which are the classes.
-        queries: Cells that hold the query, the same in all of them; 0 = all cells without a pair. With a single one, a
-            model that averages its tokens hardly sees it, and learns nothing for thousands of steps.
+        queries: Cells that hold the query, the same in all of them; 0 = all cells without a pair. Models that average
+            their tokens hardly see a single one, and learn much later.
         keys: Different keys. Each is two of ⌈√keys⌉ hues, so that keys differ in direction rather than in length.
     """
 
