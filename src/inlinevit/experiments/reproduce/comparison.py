@@ -138,7 +138,7 @@ COMPARISONS = {
         "surroundings, LePE 3 × 3 and an output gate.",
         all_of(list(COMPARED.values())),
         tuple(claim for cells in COMPARED.values() for claim in claims_about(cells, "inline", RIVALS)),
-        expected_by="as the paper has it",
+        expectation="as the paper has it",
     ),
     "recall": Study(
         "Associative recall on a grid",
@@ -150,7 +150,7 @@ COMPARISONS = {
             for cells in RECALL
             for claim in (*claims_about(cells, "inline", ("linear",)), *claims_about(cells, "softmax", ("inline",)))
         ),
-        expected_by="expected of injectivity",
+        expectation="expected of injectivity",
     ),
     "connectivity": Study(
         "Path connectivity",
@@ -162,6 +162,6 @@ COMPARISONS = {
             for cells in CONNECTIVITY
             for claim in (*claims_about(cells, "inline", ("linear",)), *claims_about(cells, "softmax", ("inline",)))
         ),
-        expected_by="expected of injectivity",
+        expectation="expected of injectivity",
     ),
 }

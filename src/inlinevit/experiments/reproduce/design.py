@@ -46,7 +46,7 @@ class Study:
         claims: Expectations, of the paper or of what was measured before.
         seeds: Runs of a cell that a claim is about.
         other_seeds: Runs of the other cells.
-        expected_by: Who expects what the claims say.
+        expectation: The heading of the claims.
     """
 
     title: str
@@ -55,7 +55,7 @@ class Study:
     claims: tuple[Claim, ...] = ()
     seeds: int = 3
     other_seeds: int = 1
-    expected_by: str = "the paper"
+    expectation: str = "the paper expects"
 
     def seeds_of(self, cell: Cell, seeds: int | None = None) -> int:
         """Return the number of runs of a cell; `seeds` replaces both numbers."""

@@ -1,6 +1,7 @@
 """docs/results.md: its tables and figures, from the records of studies and of `inlinevit bench attentions`."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -89,6 +90,7 @@ def short_accuracy(record: Record, cell: Cell) -> str:
     return f"{mean(found.top1):.1f}" + (f" ± {error:.1f}" if error is not None else "")
 
 
+@cache
 def deit_parameters(model: str) -> str:
     """Return the number of parameters of a model; a dash if there is no such model."""
     if not is_model(model):

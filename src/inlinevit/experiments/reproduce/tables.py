@@ -57,8 +57,7 @@ def accuracy_words(cell: CellRecord) -> str:
 def claims_table(study: Study, record: Record) -> Table:
     """Return what is expected, and whether it holds here."""
     rows = [(claim.text, *verdict_words(judge(claim, record.cells))) for claim in study.claims]
-    headings = (f"{study.expected_by} expects" if study.expected_by == "the paper" else study.expected_by,)
-    return Table((*headings, "difference", f"{CONFIDENCE:.0%} interval", "here"), rows, "Claims")
+    return Table((study.expectation, "difference", f"{CONFIDENCE:.0%} interval", "here"), rows, "Claims")
 
 
 def verdict_words(verdict: Verdict) -> tuple[str, str, str]:
