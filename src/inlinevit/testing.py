@@ -98,6 +98,7 @@ class Subject:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            module.project_parameters()
         return module
 
     def tokens(self, count: int, batch: int = 2, dim: int | None = None, seed: int = 1) -> Tensor:

@@ -51,6 +51,10 @@ SMALL: dict[str, dict[str, Any]] = {
             "mala",
             "rala",
             "polaformer",
+            "agent",
+            "vit3",
+            "mhla",
+            "circulant",
         )
     },
 }

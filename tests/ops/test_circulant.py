@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from inlinevit import ops
-from inlinevit.ops.circulant import shifts_of_pairs
+from inlinevit.ops.circulant import correlate, correlate_by_products, shifts_of_pairs
 
 SIZES = [(4, 4), (3, 5), (5, 2), (1, 6), (7, 1), (1, 1), (6, 7)]
 
@@ -157,6 +157,13 @@ def test_compiles_in_one_graph(masked):
     cotangent = torch.randn_like(out)
     found, wanted = (torch.autograd.grad(answer, leaves, cotangent) for answer in (out, expected))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_transforms_by_products(size):
+    """As they are exported."""
+    x, y = draw(2, 3, *size), draw(2, 1, *size)
+    torch.testing.assert_close(correlate_by_products(x, y), correlate(x, y), rtol=0, atol=1e-10)
 
 
 def test_wrong_shapes_are_refused():

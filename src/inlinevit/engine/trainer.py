@@ -12,8 +12,7 @@ from accelerate.utils import broadcast, send_to_device
 from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
-from ..layers import project_parameters
-from ..layers.registry import modules_of_attentions
+from ..layers import modules_of_attentions, project_parameters
 from ..parallel import parallelize_sequence, whole_images
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
@@ -250,8 +249,7 @@ class Trainer:
 
     def evaluate(self, log: RunLogger) -> None:
         """Evaluate the EMA weights if there are any, otherwise the weights; a checkpoint of them exists already."""
-        model = self.unwrapped_model if self.ema is None else self.ema.module
-        model.eval()
+        model = (self.unwrapped_model if self.ema is None else self.ema.module).eval()
         # Each process has gathered statistics of its own, such as those of batch norms.
         broadcast(list(model.buffers()))
         with whole_images(model):

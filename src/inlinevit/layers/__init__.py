@@ -16,10 +16,10 @@ from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
 from .linear_attention import LinearAttention
 from .mala_attention import MALAAttention
+from .mhla_attention import MHLAAttention
 from .polaformer_attention import PolaFormerAttention
 from .rala_attention import RALAAttention
-from .mhla_attention import MHLAAttention
-from .registry import ATTENTIONS, find_attention, list_attentions, register_attention
+from .registry import ATTENTIONS, find_attention, list_attentions, modules_of_attentions, register_attention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import Surroundings
 from .vit3_attention import ViT3Attention
@@ -56,6 +56,7 @@ __all__ = [
     "Windows",
     "find_attention",
     "list_attentions",
+    "modules_of_attentions",
     "padding_mask",
     "project_parameters",
     "register_attention",

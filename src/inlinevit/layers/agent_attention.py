@@ -103,9 +103,7 @@ class AgentAttention(BaseAttention):
         mask = padding_mask(k, windows)
         pairs = visible_pairs(mask, attn_mask)
         seen = None if pairs is None else pairs[:, :, 0].expand(k.shape[0], -1, k.shape[2])
-        agents, visible = ops.pool_agents(
-            queries, (windows.window_height, windows.window_width), self.agent_side, seen
-        )
+        agents, visible = ops.pool_agents(queries, (windows.window_height, windows.window_width), self.agent_side, seen)
         return ops.agent_weights(
             q,
             k,
@@ -164,8 +162,8 @@ def join_biases(maps: list[Tensor], prefix: Tensor | None, windows: Windows, tok
     """Return the biases of all tokens, (heads, tokens, agents), in float32 or better.
 
     Args:
-        maps: Tables that are resized to the window and added, (heads of the group, agents, H′, W′) each; of rows (W′ = 1)
-            and columns (H′ = 1), too.
+        maps: Tables of places, rows (W′ = 1) and columns (H′ = 1), (heads of the group, agents, H′, W′) each, which are
+            resized to the window and added.
         prefix: Biases of prefix tokens (heads, prefix, agents). Tokens beyond num_prefix_tokens have none.
         windows: How the map was split.
         tokens: Of a window, with prefix tokens.

@@ -25,8 +25,8 @@ class SiLULinear(nn.Linear):
 class CirculantAttention(BaseAttention):
     """Circulant attention: as many heads as channels, with SiLU in its gate.
 
-    Every row of weights depends on the queries of all tokens: `k` of `partition`, `attend` and `attention_weights` holds
-    the key and the query of each token, (batch · windows, heads, tokens, 2).
+    Every row of weights depends on the queries of all tokens: `k` of `partition`, `attend` and `attention_weights`
+    holds the key and the query of each token, (batch · windows, heads, tokens, 2).
 
     Args:
         dim: Channels.
@@ -61,6 +61,4 @@ class CirculantAttention(BaseAttention):
         """See BaseAttention.attention_weights."""
         k, queries = k.chunk(2, dim=-1)
         size, mask = (windows.window_height, windows.window_width), padding_mask(k, windows)
-        return ops.circulant_weights(
-            q, k, feat_size=size, queries=queries, mask=mask, attn_mask=attn_mask, first=first
-        )
+        return ops.circulant_weights(q, k, feat_size=size, queries=queries, mask=mask, attn_mask=attn_mask, first=first)

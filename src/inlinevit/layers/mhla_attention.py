@@ -106,9 +106,7 @@ class RMSNorm(nn.Module):
         dim: Channels.
     """
 
-    def __init__(
-        self, dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.reset_parameters()

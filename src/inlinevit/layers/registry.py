@@ -28,9 +28,9 @@ from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention
 from .linear_attention import LinearAttention
 from .mala_attention import MALAAttention
+from .mhla_attention import MHLAAttention
 from .polaformer_attention import PolaFormerAttention
 from .rala_attention import RALAAttention
-from .mhla_attention import MHLAAttention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import SURROUNDINGS, Surroundings
 from .vit3_attention import ViT3Attention
@@ -127,7 +127,7 @@ def contract_problem(attention: Any) -> str:
             return f"{attention.__name__}.{flag} is {getattr(attention, flag)!r:.60}: it should be True or False"
     if not isinstance(attention.surroundings, Surroundings):
         return (
-            f"{attention.__name__}.surroundings is not a Surroundings: use inlinevit.layers.Surroundings(gate=True, …)"
+            f"{attention.__name__}.surroundings should be an inlinevit.layers.Surroundings: use Surroundings(gate=True)"
         )
     for names in ("attn_kwargs_names", "no_weight_decay_names"):
         if not _is_tuple_of_names(getattr(attention, names)):

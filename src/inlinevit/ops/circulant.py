@@ -9,10 +9,12 @@ the sums: N is the number of real tokens, and the weights σ(δ) of the real tok
 sum.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from ._common import autocast_off, check_map, check_qkv, hide_padding, hide_pairs, promote, visible_pairs
+from ._common import autocast_off, check_map, check_qkv, hide_padding, hide_pairs, is_exporting, promote, visible_pairs
 from .weights import register_weights
 
 
@@ -72,8 +74,35 @@ def to_maps(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
 
 def correlate(x: Tensor, y: Tensor) -> Tensor:
     """Return Σ_p x(p)·y(p+δ) of maps (…, H, W) for all shifts δ, places modulo (H, W)."""
+    if is_exporting():
+        return correlate_by_products(x, y)
     spectrum = torch.fft.rfft2(x).conj() * torch.fft.rfft2(y)
     return torch.fft.irfft2(spectrum, s=x.shape[-2:])
+
+
+def correlate_by_products(x: Tensor, y: Tensor) -> Tensor:
+    """correlate with Fourier transforms as products with a matrix for each axis: runtimes have no complex numbers."""
+    height, width = x.shape[-2:]
+    rows, columns = fourier_matrix(height, x), fourier_matrix(width, x)
+
+    def transform(maps: Tensor) -> tuple[Tensor, Tensor]:
+        real, imaginary = maps @ columns[0], -(maps @ columns[1])
+        return rows[0] @ real + rows[1] @ imaginary, rows[0] @ imaginary - rows[1] @ real
+
+    (x_real, x_imaginary), (y_real, y_imaginary) = transform(x), transform(y)
+    real = x_real * y_real + x_imaginary * y_imaginary
+    imaginary = x_real * y_imaginary - x_imaginary * y_real
+    back = (rows[0] @ real - rows[1] @ imaginary) @ columns[0] - (rows[0] @ imaginary + rows[1] @ real) @ columns[1]
+    return back / (height * width)
+
+
+def fourier_matrix(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of 2π·j·k/length, (length, length), in the dtype of `like`."""
+    places = torch.arange(length, device=like.device)
+    products = places[:, None] * places
+    # Whole turns are taken off while the numbers are exact.
+    turns = (products - torch.div(products, length, rounding_mode="floor") * length).to(like.dtype) / length
+    return torch.cos(2 * math.pi * turns), torch.sin(2 * math.pi * turns)
 
 
 @register_weights("circulant")

@@ -23,10 +23,6 @@ def make_passes(block: Block, feat_size: tuple[int, int], num_prefix_tokens: int
             f"{type(attn).__name__} cannot be streamed: use a model with attention of "
             f"{', '.join(kind.__name__ for kind in STATES)}"
         )
-    if attn.rope:
-        raise ValueError(
-            "attention with rope cannot be streamed, since chunks do not know their rows: use a model without rope"
-        )
     passes: list[Pass] = [] if block.cpe is None else [PositionsPass(block)]
     passes.append(attention_pass(block, feat_size, num_prefix_tokens))
     if block.conv_mlp:

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ..layers import BaseAttention
 from ..layers._chunks import has_hooks
 from ..models._inline_vit import InLineViT
 
@@ -20,6 +21,10 @@ def check_model(model: nn.Module) -> InLineViT:
         raise ValueError("streaming computes in float32 on the CPU: call model.float().cpu() first")
     if has_hooks(model):
         raise ValueError("modules of the model have hooks, which streaming does not call: remove them")
+    if any(isinstance(module, BaseAttention) and module.rope for module in model.modules()):
+        raise ValueError(
+            "attention with rope cannot be streamed, since chunks do not know their rows: use a model without rope"
+        )
     if model.global_pool == "":
         raise ValueError(
             "without pooling, the result is a map as large as the image: set global_pool to 'avg' or 'token', and ask "
