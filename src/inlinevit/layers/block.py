@@ -1,10 +1,13 @@
 """The transformer block of all four families."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, register_notrace_module
 from torch import Tensor, nn
 
+from .. import kernels
 from ._chunks import add_chunked, is_chunked
 
 
@@ -46,7 +49,7 @@ class Block(nn.Module):
         if self.hidden_dim < 1:
             raise ValueError(f"mlp_ratio is {mlp_ratio}, which leaves no hidden channels of {dim}: choose a larger one")
         self.dwconv_mlp = dwconv_mlp
-        mlp = DWConvMlp if dwconv_mlp else Mlp
+        mlp = DWConvMlp if dwconv_mlp else partial(Mlp, act_layer=GELU)
         self.mlp = mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
@@ -76,6 +79,19 @@ class Block(nn.Module):
         if self.dwconv_mlp:
             return add_chunked(x, self.mlp_branch, feat_size, elements)
         return add_chunked(x.flatten(0, 1), self.mlp_branch, feat_size, elements).view_as(x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU of x, by the compiled kernel in training on the CPU."""
+    return kernels.gelu(x) if kernels.computes_gelu(x) else F.gelu(x)
+
+
+class GELU(nn.GELU):
+    """nn.GELU that is faster in training on the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x to the same shape."""
+        return gelu(x) if self.approximate == "none" else super().forward(x)
 
 
 @register_notrace_module
@@ -111,4 +127,4 @@ class DWConvMlp(nn.Module):
             maps = x[:, prefix:].unflatten(1, (feat_size[0], feat_size[1])).permute(0, 3, 1, 2)
             convolved = self.conv(maps).permute(0, 2, 3, 1).flatten(1, 2)
             x = convolved if prefix == 0 else torch.cat([x[:, :prefix], convolved], dim=1)
-        return self.drop(self.fc2(self.drop(F.gelu(x))))
+        return self.drop(self.fc2(self.drop(gelu(x))))
