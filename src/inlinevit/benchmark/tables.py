@@ -155,9 +155,7 @@ def detection_table(results: Results) -> Table:
 def step_table(results: Results) -> Table:
     """Return the processor time of training steps, and after how many of them compilation has paid."""
     eager = {one.name: one.seconds.median for one in results.measurements if one.mode == "eager"}
-    softmax = {
-        one.mode: one.seconds.median for one in results.measurements if one.name.endswith("attention=softmax")
-    }
+    softmax = {one.mode: one.seconds.median for one in results.measurements if one.name.endswith("attention=softmax")}
     rows = []
     for one in results.measurements:
         median, before = one.seconds.median, eager.get(one.name)
@@ -177,8 +175,8 @@ def step_table(results: Results) -> Table:
         )
     headings = ("model", "mode", "ms of processor time", "× softmax", "first step, s", "pays after steps")
     caption = (
-        "Processor time of a training step: forward, loss, backward, clipping, update; × softmax is relative to softmax "
-        "in the same mode"
+        "Processor time of a training step: forward, loss, backward, clipping, update; × softmax is relative to that of "
+        "softmax in the same mode"
     )
     return Table(headings, rows, caption)
 

@@ -95,7 +95,9 @@ def measure_steps(
         replace(one, seconds=quartiles(times[str(place)]), gemm_rate=rate) for place, one in enumerate(found)
     ]
     settings = {"recipe": recipe, "attentions": list(attentions), "modes": list(modes), "kwargs": kwargs or {}}
-    return Results("step", {**settings, "threads": threads, "rounds": rounds, "backward": True}, machine, measurements, [])
+    return Results(
+        "step", {**settings, "threads": threads, "rounds": rounds, "backward": True}, machine, measurements, []
+    )
 
 
 def make_model(config: ClassificationConfig, attention: str) -> nn.Module:
@@ -105,9 +107,7 @@ def make_model(config: ClassificationConfig, attention: str) -> nn.Module:
     return disable_dropout(build_model(replace(config.model, kwargs=kwargs), NUM_CLASSES)).train()
 
 
-def make_step(
-    config: ClassificationConfig, model: nn.Module, images: Tensor, *, compiled: bool
-) -> Callable[[], None]:
+def make_step(config: ClassificationConfig, model: nn.Module, images: Tensor, *, compiled: bool) -> Callable[[], None]:
     """Return a training step of a model on a batch (batch, channels, height, width): forward, backward and update."""
     optimizer = make_optimizer(model, config.optimizer, len(images), fused=True)
     labels = torch.arange(len(images)) % NUM_CLASSES

@@ -258,9 +258,7 @@ def scale_lr(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float
     return rate * total_batch / optimizer.lr_base_size if optimizer.lr_base_size else rate
 
 
-def make_optimizer(
-    model: nn.Module, config: OptimizerConfig, total_batch: int, *, fused: bool = False
-) -> Optimizer:
+def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int, *, fused: bool = False) -> Optimizer:
     """Return timm's optimizer, with its parameter groups.
 
     Args:
