@@ -175,8 +175,8 @@ def step_table(results: Results) -> Table:
         )
     headings = ("model", "mode", "ms of processor time", "× softmax", "first step, s", "pays after steps")
     caption = (
-        "Processor time of a training step: forward, loss, backward, clipping, update; × softmax is relative to that of "
-        "softmax in the same mode"
+        "Processor time of a training step: forward, loss, backward, clipping, update; × softmax is relative to softmax"
+        " in the same mode"
     )
     return Table(headings, rows, caption)
 
