@@ -12,10 +12,10 @@ from ..engine.outputs import check_output_file
 from ..utils.atomic import disk_full_errors, fsync_dir, is_stream
 from ..utils.extras import extras_named
 from ..utils.validation import MOST_PIXELS, require
-from .onnx import OPSET, store_half, to_onnx
+from .blocks import convert_model
+from .onnx import OPSET, store_half
 from .openvino import save_openvino, to_openvino
 from .parity import measure_parity, parity_shapes
-from .program import export_program
 from .source import ExportSource, open_source
 
 SUFFIXES: dict[ExportFormat, str] = {"onnx": ".onnx", "openvino": ".xml"}
@@ -120,8 +120,7 @@ def write_exported(source: ExportSource, path: Path, settings: ExportSettings) -
     precision: Any = "float16" if settings.half else "float32"
     opset = OPSET if settings.format == "onnx" else None
     metadata = replace(source.metadata, format=settings.format, precision=precision, opset=opset)
-    program = export_program(source.model, metadata.input.channels, settings.static)
-    converted = to_onnx(program, metadata.outputs)
+    converted = convert_model(source.model, metadata.input.channels, metadata.outputs, settings.static)
     shapes = parity_shapes(metadata.input.channels, source.size, settings.static)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as folder:

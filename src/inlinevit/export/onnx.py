@@ -50,17 +50,48 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str]) -> Any:
         outputs: Names of its outputs.
     """
     with quiet_conversion():
-        converted = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=[INPUT_NAME],
-            output_names=list(outputs),
-            optimize=False,
-            verbose=False,
-        )
-        assert converted is not None
-        _simplify(converted)
+        converted = convert(program, outputs)
+        simplify(converted)
+    return finish(converted)
+
+
+def convert(
+    program: ExportedProgram, outputs: Sequence[str], translations: dict[Any, Any] | None = None
+) -> torch.onnx.ONNXProgram:
+    """Convert a graph operator by operator.
+
+    Args:
+        program: The graph, with one input.
+        outputs: Names of its outputs.
+        translations: What operators of torch that ONNX does not have become.
+    """
+    converted = torch.onnx.export(
+        program,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=[INPUT_NAME],
+        output_names=list(outputs),
+        custom_translation_table=translations,
+        optimize=False,
+        verbose=False,
+    )
+    assert converted is not None
+    return converted
+
+
+def simplify(converted: torch.onnx.ONNXProgram) -> None:
+    """Optimize a graph; equal expressions are joined first, which leaves a quarter of the nodes to the slow rules."""
+    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+    from onnxscript.optimizer import fold_constants, remove_unused_nodes
+
+    fold_constants(converted.model)
+    CommonSubexpressionEliminationPass()(converted.model)
+    remove_unused_nodes(converted.model)
+    converted.optimize()
+
+
+def finish(converted: torch.onnx.ONNXProgram) -> Any:
+    """Return an onnx.ModelProto with names of its lengths; ValueError if it has operators that ONNX does not define."""
     model = converted.model_proto
     strange = sorted({node.op_type for node in model.graph.node if node.domain not in STANDARD_DOMAINS})
     require(not strange, f"the model needs operators that ONNX does not define ({', '.join(strange)})")
@@ -75,17 +106,6 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str]) -> Any:
             if dimension.dim_param:
                 dimension.dim_param = "batch" if place == 0 else f"{output.name}_{place}"
     return model
-
-
-def _simplify(converted: torch.onnx.ONNXProgram) -> None:
-    """Optimize a graph; equal expressions are joined first, which leaves a quarter of the nodes to the slow rules."""
-    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
-    from onnxscript.optimizer import fold_constants, remove_unused_nodes
-
-    fold_constants(converted.model)
-    CommonSubexpressionEliminationPass()(converted.model)
-    remove_unused_nodes(converted.model)
-    converted.optimize()
 
 
 def store_half(model: Any) -> None:

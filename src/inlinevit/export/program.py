@@ -5,6 +5,7 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
+from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -65,7 +66,9 @@ def exportable(model: nn.Module) -> nn.Module:
         if type(module) is ResamplePosEmbed:
             module.__class__ = ResampleByProducts
         for name, child in module.named_children():
-            if type(child) is nn.AdaptiveAvgPool2d:
+            if type(child) in (DropPath, nn.Dropout):
+                module.add_module(name, nn.Identity().eval())
+            elif type(child) is nn.AdaptiveAvgPool2d:
                 size = child.output_size if isinstance(child.output_size, tuple) else (child.output_size,) * 2
                 if None not in size and size != (1, 1):
                     module.add_module(name, AdaptivePoolByProducts(cast(tuple[int, int], size)))
@@ -88,10 +91,17 @@ def export_program(model: nn.Module, channels: int, static: Sequence[int] | None
     dynamic: Any = None if static else ({0: Dim.AUTO(min=1, max=MOST_PIXELS), 2: sides[0], 3: sides[1]},)
     with torch.no_grad():
         program = torch.export.export(exportable(model), (torch.zeros(*shape),), dynamic_shapes=dynamic, strict=False)
-    if static is None:
-        (images,) = (node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
-        fixed = [
-            length for length in images.meta["val"].shape[:1] + images.meta["val"].shape[2:] if type(length) is int
-        ]
-        require(not fixed, "the model cannot be recorded for all sizes: fix its input with --static 1,3,HEIGHT,WIDTH")
+    require(
+        static is not None or len(symbols_of(program, (0, 2, 3))) == 3,
+        "the model cannot be recorded for all sizes: fix its input with --static 1,3,HEIGHT,WIDTH",
+    )
     return program
+
+
+def symbols_of(program: ExportedProgram, places: Sequence[int]) -> set[str]:
+    """Return the symbols of dimensions of the input of a graph that may have any length, independently of others."""
+    (images,) = (node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
+    lengths = [images.meta["val"].shape[place] for place in places]
+    return {
+        str(length.node.expr) for length in lengths if isinstance(length, torch.SymInt) and length.node.expr.is_symbol
+    }
