@@ -21,6 +21,8 @@ STANDARD_DOMAINS = ("", "ai.onnx")
 INPUT_DIMENSIONS = ("batch", "channels", "height", "width")
 # Smaller constants stay in float32: biases, norms and tables of positions cost little.
 HALF_ELEMENTS = 1024
+# Of the weights: protobuf's files have less than 2**31 bytes.
+MOST_BYTES = 2**31 - 2**24
 MOST_HALF = float(np.finfo(np.float16).max)
 
 
@@ -127,3 +129,14 @@ def store_half(model: Any) -> None:
     nodes = [*casts, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+def to_bytes(model: Any) -> bytes:
+    """Serialize an onnx.ModelProto; ValueError if it is too large for one file."""
+    size = sum(len(constant.raw_data) for constant in model.graph.initializer)
+    require(
+        size < MOST_BYTES,
+        f"the model has {size / 1e9:.1f} GB of weights, but ONNX, by which all formats are made, holds less than 2 GB: "
+        "export a smaller model, or, in the format onnx, use --half",
+    )
+    return bytes(model.SerializeToString())
