@@ -9,6 +9,7 @@ from torch import nn
 
 from inlinevit.export import blocks as blocks_module
 from inlinevit.export.blocks import Placeholder, is_same, take_blocks, to_onnx_by_blocks
+from inlinevit.export.int8 import onnx_layers
 from inlinevit.export.program import exportable
 
 SWIN = {
@@ -93,6 +94,9 @@ def test_files_by_blocks_agree_with_the_model(
     assert not file.functions
     # One for each side of the image and of the maps at most: blocks of a stage share what depends on the size.
     assert sum(node.op_type == "Shape" for node in file.graph.node) <= 3 * (1 + len(options["depths"]))
+    # Weights are constants of their layers: two embeddings, four layers in each block, and the head.
+    if name == "inline_swin_tiny":
+        assert len(onnx_layers(file.graph)) == 2 + 4 * sum(options["depths"]) + 1
     session = onnxruntime.InferenceSession(file.SerializeToString(), providers=["CPUExecutionProvider"])
     for shape in SHAPES:
         images = torch.randn(*shape)

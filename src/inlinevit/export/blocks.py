@@ -18,7 +18,7 @@ from ..engine.exported import MOST_PIXELS
 from ..layers import BaseAttention
 from ..layers._chunks import has_hooks
 from ..layers.block import Block
-from .onnx import convert, finish, quiet_conversion, simplify, to_onnx
+from .onnx import convert, finish, join_equal, quiet_conversion, simplify, to_onnx
 from .program import export_program, exportable, symbols_of
 
 # Of the placeholders in graphs; it is not in the result.
@@ -114,8 +114,10 @@ def to_onnx_by_blocks(model: nn.Module, channels: int, outputs: Sequence[str]) -
     translations = {torch.ops.inlinevit.recorded_block.default: _translation()}
     with quiet_conversion():
         converted = convert(export_program(model, channels), outputs, translations)
-        _insert(converted.model, list(blocks.items()), kinds, recorded)
+        # The rules of the optimizer take long in large graphs: the blocks have been through them.
         simplify(converted)
+        _insert(converted.model, list(blocks.items()), kinds, recorded)
+        join_equal(converted)
     return finish(converted)
 
 

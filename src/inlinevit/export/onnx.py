@@ -83,13 +83,18 @@ def convert(
 
 def simplify(converted: torch.onnx.ONNXProgram) -> None:
     """Optimize a graph; equal expressions are joined first, which leaves a quarter of the nodes to the slow rules."""
+    join_equal(converted)
+    converted.optimize()
+
+
+def join_equal(converted: torch.onnx.ONNXProgram) -> None:
+    """Compute constants, join equal expressions, and remove what is not used."""
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
 
     fold_constants(converted.model)
     CommonSubexpressionEliminationPass()(converted.model)
     remove_unused_nodes(converted.model)
-    converted.optimize()
 
 
 def finish(converted: torch.onnx.ONNXProgram) -> Any:

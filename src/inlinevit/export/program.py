@@ -19,6 +19,7 @@ from ..utils.validation import require
 EXAMPLE_BATCH, EXAMPLE_SIZE = 2, (235, 299)
 # Maps at stride 32 have at least two rows and columns then, which spares conditions on maps of a single one.
 LEAST = 33
+FIX = "fix its input with --static 1,CHANNELS,HEIGHT,WIDTH"
 
 
 class ResampleByProducts(ResamplePosEmbed):
@@ -89,12 +90,17 @@ def export_program(model: nn.Module, channels: int, static: Sequence[int] | None
     shape = static or (EXAMPLE_BATCH, channels, *EXAMPLE_SIZE)
     sides = (Dim.AUTO(min=LEAST, max=MOST_PIXELS), Dim.AUTO(min=LEAST, max=MOST_PIXELS))
     dynamic: Any = None if static else ({0: Dim.AUTO(min=1, max=MOST_PIXELS), 2: sides[0], 3: sides[1]},)
-    with torch.no_grad():
-        program = torch.export.export(exportable(model), (torch.zeros(*shape),), dynamic_shapes=dynamic, strict=False)
-    require(
-        static is not None or len(symbols_of(program, (0, 2, 3))) == 3,
-        "the model cannot be recorded for all sizes: fix its input with --static 1,3,HEIGHT,WIDTH",
-    )
+    try:
+        with torch.no_grad():
+            copy = exportable(model)
+            program = torch.export.export(copy, (torch.zeros(*shape),), dynamic_shapes=dynamic, strict=False)
+    # Code of other packages raises whatever it likes where it depends on the size.
+    except (AssertionError, RuntimeError, TypeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
+        cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        remedy = FIX if static is None else "choose another shape, or another model"
+        raise ValueError(f"the model cannot be recorded by torch.export ({cause[:200]}): {remedy}") from error
+    is_dynamic = static is not None or len(symbols_of(program, (0, 2, 3))) == 3
+    require(is_dynamic, f"the model cannot be recorded for all sizes: {FIX}")
     return program
 
 
