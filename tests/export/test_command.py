@@ -25,6 +25,7 @@ from inlinevit.export.onnx import to_bytes
 from inlinevit.export.parity import least_size, measure_parity, parity_shapes, relative_difference
 from inlinevit.export.source import ExportSource
 from tests.engine.exported_files import make_metadata, make_model, weights, write_model
+from tests.tasks.detection.runs import make_run
 
 # Exports a model of one block in all formats and precisions, in the folder of the first argument.
 CHILD = """
@@ -210,6 +211,17 @@ def test_a_full_disk_leaves_nothing(
     main(["export", "inline_deit_tiny", "--untrained", "--output", str(file)])
     assert read_metadata(file).parity is not None
     assert [one.name for one in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_detectors_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "require_packages", lambda _: None)
+    make_run(tmp_path / "run")
+    error = refusal(capsys, str(tmp_path / "run"), "--output", str(tmp_path / "model.onnx"))
+    assert "branches on how many boxes are left" in error
+    assert len(error.strip().splitlines()) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_older_xml_is_never_beside_a_newer_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
