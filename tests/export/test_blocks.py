@@ -21,7 +21,7 @@ SWIN = {
     "num_classes": 10,
 }
 CSWIN = {**SWIN, "depths": (1, 2), "split_sizes": (1, 3)}
-SHAPES = ((2, 3, 224, 224), (3, 3, 97, 250), (1, 3, 33, 40), (2, 3, 40, 33))
+SHAPES = ((2, 224, 224), (3, 97, 250), (1, 33, 40), (2, 40, 33))
 
 
 def blocks_of(name: str, **options: Any) -> list[nn.Module]:
@@ -78,8 +78,6 @@ def test_blocks_with_prefix_tokens_or_hooks_stay() -> None:
 def test_files_by_blocks_agree_with_the_model(
     name: str, options: dict[str, Any], kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import onnxruntime
-
     recorded, record = [], blocks_module._record
     monkeypatch.setattr(blocks_module, "_record", lambda block: recorded.append(block) or record(block))
     torch.manual_seed(0)
@@ -97,9 +95,28 @@ def test_files_by_blocks_agree_with_the_model(
     # Weights are constants of their layers: two embeddings, four layers in each block, and the head.
     if name == "inline_swin_tiny":
         assert len(onnx_layers(file.graph)) == 2 + 4 * sum(options["depths"]) + 1
+    check_file(file, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["linear", "hydra", "efficient", "angular", "enhanced", "focused"])
+def test_all_attentions_by_blocks(attention: str) -> None:
+    """Some learn positions for a grid, or have convolutions of their own."""
+    torch.manual_seed(0)
+    options = {"depths": (2,), "embed_dims": (16,), "num_heads": (2,), "mlp_ratios": (1.0,), "num_classes": 5}
+    model = timm.create_model("inline_pvt_tiny", attention=attention, in_chans=1, **options).eval()
+    file = to_onnx_by_blocks(model, 1, ["logits"])
+    assert file is not None
+    check_file(file, model)
+
+
+def check_file(file: Any, model: nn.Module) -> None:
+    """Compare a file with its model at several sizes."""
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(file.SerializeToString(), providers=["CPUExecutionProvider"])
-    for shape in SHAPES:
-        images = torch.randn(*shape)
+    for batch, *size in SHAPES:
+        images = torch.randn(batch, model.in_chans, *size)
         (found,) = session.run(None, {"images": images.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=1e-4, atol=1e-4)
