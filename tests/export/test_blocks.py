@@ -53,7 +53,7 @@ def test_blocks_with_other_settings_differ(options: dict[str, Any]) -> None:
 
 def test_an_attribute_that_is_a_tensor_counts_as_a_difference() -> None:
     first, second, *_ = blocks_of("inline_swin_tiny", **SWIN)
-    first.attn.strength = second.attn.strength = torch.ones(1)
+    first.attn.strength, second.attn.strength = torch.ones(2), torch.ones(2)
     assert not is_same(first, second)
 
 
@@ -90,6 +90,8 @@ def test_files_by_blocks_agree_with_the_model(
     assert len(recorded) == kinds
     assert {entry.domain for entry in file.opset_import} <= {"", "ai.onnx"}
     assert not file.functions
+    # No paths of source files.
+    assert ".py" not in str([entry.value for node in file.graph.node for entry in node.metadata_props])
     # One for each side of the image and of the maps at most: blocks of a stage share what depends on the size.
     assert sum(node.op_type == "Shape" for node in file.graph.node) <= 3 * (1 + len(options["depths"]))
     # Weights are constants of their layers: two embeddings, four layers in each block, and the head.

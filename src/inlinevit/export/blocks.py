@@ -6,20 +6,19 @@ blocks, and each kind of block alone, where the sides of the map are plain symbo
 weights, which are then inserted into the graph of the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.utils._pytree import tree_any
 
 from ..engine.exported import MOST_PIXELS
 from ..layers import BaseAttention
 from ..layers._chunks import has_hooks
 from ..layers.block import Block
 from .onnx import convert, finish, join_equal, quiet_conversion, simplify, to_onnx
-from .program import export_program, exportable, symbols_of
+from .program import RecordingError, export_program, exportable, record, symbols_of
 
 # Of the placeholders in graphs; it is not in the result.
 DOMAIN = "inlinevit"
@@ -114,9 +113,10 @@ def to_onnx_by_blocks(model: nn.Module, channels: int, outputs: Sequence[str]) -
     translations = {torch.ops.inlinevit.recorded_block.default: _translation()}
     with quiet_conversion():
         converted = convert(export_program(model, channels), outputs, translations)
+        sizes = sizes_of_maps(converted.model.graph)
         # The rules of the optimizer take long in large graphs: the blocks have been through them.
         simplify(converted)
-        _insert(converted.model, list(blocks.items()), kinds, recorded)
+        _insert(converted.model, list(blocks.items()), kinds, recorded, sizes)
         join_equal(converted)
     return finish(converted)
 
@@ -143,8 +143,11 @@ def is_same(first: nn.Module, second: nn.Module) -> bool:
         if [*map(_form, tensors[0].items())] != [*map(_form, tensors[1].items())]:
             return False
     attributes = [{name: value for name, value in vars(one).items() if name not in CONTENT} for one in (first, second)]
-    # Tensors are not compared by ==; modules with such attributes are taken as different.
-    if tree_any(lambda value: isinstance(value, Tensor), attributes) or attributes[0] != attributes[1]:
+    try:
+        if attributes[0] != attributes[1]:
+            return False
+    # Tensors and arrays, which are not compared as a whole.
+    except (RuntimeError, ValueError):
         return False
     children = [dict(one.named_children()) for one in (first, second)]
     return list(children[0]) == list(children[1]) and all(
@@ -197,11 +200,13 @@ def _record(block: Block) -> RecordedBlock | None:
     # As in export_program, maps have two rows and columns or more.
     sides = {place: Dim.AUTO(min=2, max=MOST_PIXELS) for place in (1, 2)}
     dynamic: Any = ({0: Dim.AUTO(min=1, max=MOST_PIXELS), **sides},)
-    with torch.no_grad():
-        program = torch.export.export(module, (example,), dynamic_shapes=dynamic, strict=False)
+    try:
+        program = record(module, example, dynamic)
+    except RecordingError:
+        return None
     if len(symbols_of(program, (0, 1, 2))) < 3:
         return None
-    own = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    own = own_tensors(module)
     with quiet_conversion():
         converted = convert(program, ["result"])
         graph = converted.model.graph
@@ -212,6 +217,23 @@ def _record(block: Block) -> RecordedBlock | None:
             graph.inputs.append(value)
         simplify(converted)
     return RecordedBlock(converted.model.graph)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by all of their names."""
+    parameters, buffers = (get(remove_duplicate=False) for get in (module.named_parameters, module.named_buffers))
+    return {name: tensor.detach() for name, tensor in (*parameters, *buffers)}
+
+
+def sizes_of_maps(graph: Any) -> dict[int, str]:
+    """Return the sizes of the maps of placeholders by their index, as expressions; only those that are known."""
+    found = {}
+    for node in graph:
+        if node.domain == DOMAIN and node.inputs[0].shape is not None:
+            lengths = [getattr(length, "value", length) for length in node.inputs[0].shape]
+            if None not in lengths:
+                found[node.attributes["index"].as_int()] = str(lengths)
+    return found
 
 
 def _translation() -> Any:
@@ -238,15 +260,30 @@ def _translation() -> Any:
 
 
 def _insert(
-    model: Any, blocks: Sequence[tuple[str, Block]], kinds: Sequence[int], recorded: Sequence[RecordedBlock]
+    model: Any,
+    blocks: Sequence[tuple[str, Block]],
+    kinds: Sequence[int],
+    recorded: Sequence[RecordedBlock],
+    sizes: Mapping[int, str],
 ) -> None:
-    """Replace the placeholders in an onnx_ir.Model by the nodes of their blocks."""
+    """Replace the placeholders in an onnx_ir.Model by the nodes of their blocks.
+
+    Args:
+        model: The model.
+        blocks: Names and blocks, by the index of their placeholders.
+        kinds: The kind of each block.
+        recorded: The functions of the kinds.
+        sizes: See sizes_of_maps.
+    """
     import onnx_ir
     from onnx_ir.passes.common import InlinePass
 
     graph = model.graph
 
     def register(name: str, tensor: Any) -> Any:
+        # A block may be called twice.
+        if name in graph.initializers:
+            return graph.initializers[name]
         value = onnx_ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=onnx_ir.TensorType(tensor.dtype))
         graph.register_initializer(value)
         return value
@@ -258,17 +295,17 @@ def _insert(
     for kind, block in enumerate(recorded):
         function = onnx_ir.Function(DOMAIN, f"Block_{kind}", graph=block.graph, attributes=[])
         model.functions[function.identifier()] = function
-    # By the size of the map: the first map of a stage.
+    # The first map of each size.
     firsts: dict[str, Any] = {}
     for node in [node for node in graph if node.domain == DOMAIN]:
         index, (maps,) = node.attributes["index"].as_int(), node.inputs
         (name, block), kind = blocks[index], kinds[index]
-        tensors = dict(BlockOnMap(block).state_dict(keep_vars=False))
+        tensors = own_tensors(BlockOnMap(block))
         weights = [
             register(f"{name}.{one.removeprefix('block.')}", onnx_ir.tensor(tensors[one].numpy()))
             for one in recorded[kind].weights
         ]
-        like = firsts.setdefault(str(maps.shape), maps)
+        like = firsts.setdefault(sizes[index], maps) if index in sizes else maps
         call = onnx_ir.Node(DOMAIN, f"Block_{kind}", [maps, like, *weights, *constants[kind]], num_outputs=1)
         onnx_ir.convenience.replace_nodes_and_values(graph, node, [node], [call], node.outputs, call.outputs)
     InlinePass()(model)

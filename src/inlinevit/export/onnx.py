@@ -19,6 +19,8 @@ OPSET = 18
 # Domains of the operators that ONNX defines.
 STANDARD_DOMAINS = ("", "ai.onnx")
 INPUT_DIMENSIONS = ("batch", "channels", "height", "width")
+# What the exporter writes about the classes of modules, by which quantization finds those that stay in float32.
+CLASSES_KEY = "pkg.torch.onnx.class_hierarchy"
 # Smaller constants stay in float32: biases, norms and tables of positions cost little.
 HALF_ELEMENTS = 1024
 # Of the weights: protobuf's files have less than 2**31 bytes.
@@ -100,6 +102,12 @@ def join_equal(converted: torch.onnx.ONNXProgram) -> None:
 def finish(converted: torch.onnx.ONNXProgram) -> Any:
     """Return an onnx.ModelProto with names of its lengths; ValueError if it has operators that ONNX does not define."""
     model = converted.model_proto
+    # The exporter's records of its own work have the paths of source files, and are longer than the graph.
+    for holder in (model, model.graph, *model.graph.node, *model.graph.initializer, *model.graph.input):
+        kept = [(entry.key, entry.value) for entry in holder.metadata_props if entry.key == CLASSES_KEY]
+        del holder.metadata_props[:]
+        for key, value in kept:
+            holder.metadata_props.add(key=key, value=value)
     strange = sorted({node.op_type for node in model.graph.node if node.domain not in STANDARD_DOMAINS})
     require(not strange, f"the model needs operators that ONNX does not define ({', '.join(strange)})")
     (images,) = model.graph.input

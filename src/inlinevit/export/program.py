@@ -22,6 +22,10 @@ LEAST = 33
 FIX = "fix its input with --static 1,CHANNELS,HEIGHT,WIDTH"
 
 
+class RecordingError(Exception):
+    """A module cannot be recorded by torch.export."""
+
+
 class ResampleByProducts(ResamplePosEmbed):
     """ResamplePosEmbed as matrix products, also for sizes that are known when the graph is recorded."""
 
@@ -91,17 +95,24 @@ def export_program(model: nn.Module, channels: int, static: Sequence[int] | None
     sides = (Dim.AUTO(min=LEAST, max=MOST_PIXELS), Dim.AUTO(min=LEAST, max=MOST_PIXELS))
     dynamic: Any = None if static else ({0: Dim.AUTO(min=1, max=MOST_PIXELS), 2: sides[0], 3: sides[1]},)
     try:
-        with torch.no_grad():
-            copy = exportable(model)
-            program = torch.export.export(copy, (torch.zeros(*shape),), dynamic_shapes=dynamic, strict=False)
-    # Code of other packages raises whatever it likes where it depends on the size.
-    except (AssertionError, RuntimeError, TypeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
-        cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        program = record(exportable(model), torch.zeros(*shape), dynamic)
+    except RecordingError as error:
         remedy = FIX if static is None else "choose another shape, or another model"
-        raise ValueError(f"the model cannot be recorded by torch.export ({cause[:200]}): {remedy}") from error
+        raise ValueError(f"the model cannot be recorded by torch.export ({error}): {remedy}") from error
     is_dynamic = static is not None or len(symbols_of(program, (0, 2, 3))) == 3
     require(is_dynamic, f"the model cannot be recorded for all sizes: {FIX}")
     return program
+
+
+def record(module: nn.Module, example: Tensor, dynamic: Any) -> ExportedProgram:
+    """Call torch.export; RecordingError with the cause, in a line, where that is not possible."""
+    try:
+        with torch.no_grad():
+            return torch.export.export(module, (example,), dynamic_shapes=dynamic, strict=False)
+    # Code of other packages raises whatever it likes where it depends on the size.
+    except (AssertionError, RuntimeError, TypeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
+        cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise RecordingError(cause[:200]) from error
 
 
 def symbols_of(program: ExportedProgram, places: Sequence[int]) -> set[str]:
