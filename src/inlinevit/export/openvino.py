@@ -10,8 +10,8 @@ from ..engine.exported import INPUT_NAME
 from ..engine.exported_model import import_openvino
 from .onnx import quiet_conversion, to_bytes
 
-# Bytes: a disk with less space counts as full when a file could not be written. Streams write whole pages.
-FULL = 2**20
+# Bytes of MODEL.xml, about: some megabytes for the largest models.
+STRUCTURE = 2**22
 
 
 def to_openvino(model: Any, folder: Path) -> Any:
@@ -39,8 +39,9 @@ def save_openvino(model: Any, file: Path, *, half: bool) -> None:
     """Write MODEL.xml and MODEL.bin, with weights in float16 on request; OSError if they cannot be written."""
     try:
         import_openvino().save_model(model, file, compress_to_fp16=half)
-    # OpenVINO does not say why it could not write: "iostream error".
+    # OpenVINO does not say why it could not write ("iostream error"), and removes what it has written.
     except RuntimeError as error:
-        is_full = shutil.disk_usage(file.parent).free < FULL
-        code = errno.ENOSPC if is_full else errno.EIO
+        weights = sum(node.get_byte_size() for node in model.get_ops() if node.get_type_name() == "Constant")
+        needed = weights // (2 if half else 1) + STRUCTURE
+        code = errno.ENOSPC if shutil.disk_usage(file.parent).free < needed else errno.EIO
         raise OSError(code, os.strerror(code), str(file)) from error
