@@ -16,6 +16,7 @@ from rich.text import Text
 from ..data.images import printable
 from ..data.pixels import AnyImage
 from ..utils.atomic import json_items
+from ..utils.console import new_console
 
 if TYPE_CHECKING:
     from .evaluator import Evaluation
@@ -70,7 +71,7 @@ def class_rows(names: Sequence[str], scores: Mapping[str, Sequence[float]]) -> l
 
 def print_evaluation(title: str, evaluation: "Evaluation") -> None:
     """Print what was evaluated, the tables of an evaluation and the scores of its classes."""
-    console = Console()
+    console = new_console()
     console.print(Text(f"{title}, {evaluation.images} images"), soft_wrap=True)
     for rows in [*evaluation.tables(), class_rows(*evaluation.class_scores())]:
         if rows:
@@ -126,7 +127,7 @@ def write_table(predictions: ClassPredictions, stream: TextIO) -> None:
                 end_section=rank == len(classes) - 1,
             )
     if table.row_count:
-        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
+        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH, force_jupyter=False).print(table)
 
 
 def class_record(prediction: Prediction[list[ClassProbability]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def rich_table(table: Table) -> RichTable:
 
 def wide_console(console: Console) -> Console:
     """Return the console itself if it is a terminal, or else one that is wide enough for all columns."""
-    return console if console.is_terminal else Console(file=console.file, width=WIDE)
+    return console if console.is_terminal else Console(file=console.file, width=WIDE, force_jupyter=False)
 
 
 def markdown_table(table: Table) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from ...report import rich_table, wide_console
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.task import Classification
 from ...utils.atomic import make_output_dir
+from ...utils.console import new_console
 from ...utils.validation import require
 from .cells import Ended, Outcome, read_outcome
 from .page import write_page
@@ -67,7 +67,7 @@ def run_studies(
         if data is not None:
             Workers(missing, jobs, update).run()
     final = record()
-    console = wide_console(Console())
+    console = wide_console(new_console())
     for name, study in studies.items():
         console.print(rich_table(cells_table(name, final, study)))
         if study.claims:
@@ -110,7 +110,7 @@ class ProgressTable:
         # What the table shows of each run.
         self.words = {name: outcome.words if outcome else "" for name, outcome in outcomes.items()}
         self.finished = sum(outcome is not None for outcome in outcomes.values())
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = new_console(stderr=True, highlight=False, soft_wrap=True)
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.table, transient=True)
 
     def __enter__(self) -> "ProgressTable":
