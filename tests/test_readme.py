@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import socket
 import tomllib
 
 import numpy as np
@@ -64,12 +65,24 @@ SMALLER = {
 def test_python_blocks_run(code, request, monkeypatch):
     if "inlinevit.load(" in code:
         monkeypatch.chdir(request.getfixturevalue("runs"))
+    if "PretrainedWeightsError" in code:
+        # It shows what happens without a connection.
+        monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     exec(compile(code, "block", "exec"), {})
+
+
+def test_no_python_block_is_left_out():
+    """`py` would be highlighted as well, but not run."""
+    assert [path.name for path in FILES if "```py\n" in path.read_text()] == []
+
+
+def unreachable(*arguments, **options):
+    raise socket.gaierror("no connection")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with photos and the runs that the documents load: the first of the README, a detector, a segmenter."""
+    """A folder with photos and the models that the documents load: a classifier, also to share, a detector, …."""
     folder = tmp_path_factory.mktemp("runs")
     generator = np.random.default_rng(0)
     (folder / "photos").mkdir()
@@ -78,6 +91,7 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         cli.main(shortened(next(words for words in shell_lines(OVERVIEW) if words[:2] == ["inlinevit", "train"])))
+        cli.main(["hub", "runs/first", "--output", "shared"])
     make_detection_run(folder / "runs/detector", box_score_thresh=0.0)
     make_segmentation_run(folder / "runs/segmenter")
     write_model(folder / "model.onnx")

@@ -1,7 +1,7 @@
 """Build the wheel and the sdist, install the wheel into an empty environment, and try it: `make dist-test`.
 
-The environment is build/dist-test; it has the package, its extra `explore`, and nothing of this repository. The sdist is
-unpacked and must hold what its own tests and documentation need. Takes some minutes, most of them to install torch.
+The environment is build/dist-test; it has the package, its extra `explore`, and nothing of this repository. The sdist
+must hold what its own tests and documentation need. Takes some minutes, most of them to install torch.
 """
 
 import argparse

@@ -137,3 +137,6 @@ def serve(explorer: Explorer, listening: socket.socket, host: str, browser: bool
     except KeyboardInterrupt:
         # uvicorn has shut down, and raises the interrupt again.
         print("stopped", file=sys.stderr)
+    finally:
+        # Python waits for computations in other threads before it exits.
+        explorer.close()

@@ -116,6 +116,6 @@ def weights_notice(subjects: Sequence[Subject]) -> str:
         return ""
     who = "all models" if len(random) == len(subjects) else ", ".join(random)
     return (
-        f"The weights of {who} are random: this shows an architecture before any training. Name a training run, or "
-        "use --pretrained to download published weights"
+        f"The weights of {who} are random: this shows an architecture before any training, where attention is close to "
+        "uniform, and rows hardly differ. Name a training run, or use --pretrained to download published weights"
     )
