@@ -219,7 +219,8 @@ def test_notebooks_run(notebook, tmp_path):
     nbclient.NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = json.dumps([cell.get("outputs") for cell in content.cells])
     assert "predicted as" in printed
-    assert "ipywidgets" not in printed
+    assert 'install \\"ipywidgets' not in printed
+    assert "\\u001b" not in printed
 
 
 def test_notebooks_store_their_output():

@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -127,7 +126,7 @@ def write_table(predictions: ClassPredictions, stream: TextIO) -> None:
                 end_section=rank == len(classes) - 1,
             )
     if table.row_count:
-        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH, force_jupyter=False).print(table)
+        new_console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
 
 
 def class_record(prediction: Prediction[list[ClassProbability]]) -> dict[str, Any]:
