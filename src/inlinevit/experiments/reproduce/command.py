@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from ...report import rich_table, wide_console
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.task import Classification
 from ...utils.atomic import make_output_dir
+from ...utils.console import new_console
 from ...utils.validation import require
 from .cells import Ended, Outcome, read_outcome
 from .design import Run, Study
@@ -92,7 +92,7 @@ def run_studies(
         code = train(choosing).conclude(folder, "runs that choose learning rates", waiting)
     progress = train(runs)
     final = record()
-    console = wide_console(Console())
+    console = wide_console(new_console())
     for study in studies.values():
         for table in cells_tables(study, final):
             console.print(rich_table(table))
@@ -139,7 +139,7 @@ class ProgressTable:
         # What the table shows of each run.
         self.words = {name: outcome.words if outcome else "" for name, outcome in outcomes.items()}
         self.finished = sum(outcome is not None for outcome in outcomes.values())
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = new_console(stderr=True, highlight=False, soft_wrap=True)
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.table, transient=True)
 
     def __enter__(self) -> "ProgressTable":
