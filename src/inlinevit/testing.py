@@ -98,6 +98,7 @@ class Subject:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            module.project_parameters()
         return module
 
     def tokens(self, count: int, batch: int = 2, dim: int | None = None, seed: int = 1) -> Tensor:
@@ -252,7 +253,7 @@ def check_lepe(subject: Subject) -> None:
             first = module(x, SIZE)
             lepe.bias += 1
             # A bias of the convolution is the same for all tokens; the output projection maps it.
-            expected = first + F.linear(torch.ones(subject.dim, dtype=x.dtype), module.proj.weight)
+            expected = first + F.linear(torch.ones(module.proj.in_features, dtype=x.dtype), module.proj.weight)
             expect_close(module(x, SIZE), expected, f"self.lepe is added before the projection, with {name}")
 
 

@@ -16,8 +16,13 @@ from inlinevit.layers import ATTENTIONS, FocusedAttention, InLineAttention
 SMALL = {"num_classes": 5}
 OURS = {
     **{
-        f"{word}_deit": ("inline_deit_tiny", {"attention": word, "embed_dim": 32, "num_heads": 2, "depth": 2})
-        for word in ATTENTIONS
+        f"{word}_deit": (
+            "inline_deit_tiny" if kind.supports_prefix_tokens else f"{word}_deit_tiny",
+            {"attention": word, "embed_dim": 32, "num_heads": 2, "depth": 2},
+        )
+        for word, kind in ATTENTIONS.items()
+        # ViT³ has no attention weights.
+        if word != "vit3"
     },
     "inline_swin": (
         "inline_swin_tiny",

@@ -12,8 +12,10 @@ from torch import Tensor
 from inlinevit import ops
 from inlinevit.layers import (
     ATTENTIONS,
+    AgentAttention,
     AngularAttention,
     BaseAttention,
+    CirculantAttention,
     CrossStripes,
     EfficientAttention,
     EnhancedAttention,
@@ -22,10 +24,12 @@ from inlinevit.layers import (
     InLineAttention,
     LinearAttention,
     MALAAttention,
+    MHLAAttention,
     PolaFormerAttention,
     RALAAttention,
     SoftmaxAttention,
     SquareWindows,
+    project_parameters,
 )
 from inlinevit.layers.focused_attention import KeyPositionAttention
 from inlinevit.ops.windows import Windows
@@ -101,7 +105,16 @@ def attention_reference(
     batch, tokens, dim = x.shape
     prefix, width = tokens - size[0] * size[1], mixer.head_dim
     out = torch.zeros_like(x)
-    q, k, v = (x @ mixer.qkv.weight.T + (0 if mixer.qkv.bias is None else mixer.qkv.bias)).split(dim, dim=-1)
+    projected = x
+    if isinstance(mixer, MHLAAttention):
+        projected = F.layer_norm(x, (dim,), mixer.norm.weight, mixer.norm.bias, 1e-5)
+    projected = projected @ mixer.qkv.weight.T + (0 if mixer.qkv.bias is None else mixer.qkv.bias)
+    q, k, v = projected.split(dim, dim=-1)
+    if isinstance(mixer, MHLAAttention):
+        q, k = (
+            y / (y.square().mean(dim=-1, keepdim=True) + torch.finfo(y.dtype).eps).sqrt() * norm.weight
+            for y, norm in ((q, mixer.q_norm), (k, mixer.k_norm))
+        )
     for windows in head_groups_of(mixer.layout, size):
         per_group = mixer.num_heads // windows.num_head_groups
         heads = range(windows.head_group * per_group, (windows.head_group + 1) * per_group)
@@ -126,7 +139,8 @@ def attention_reference(
                         mixed[prefix:, own] += convolve(window, values[prefix:], kernel, bias)
                 out[image, index, group] = mixed
     if mixer.gate is not None:
-        out = out * (x @ mixer.gate.weight.T + mixer.gate.bias)
+        gate = x @ mixer.gate.weight.T + mixer.gate.bias
+        out = out * (gate * gate.sigmoid() if isinstance(mixer, CirculantAttention) else gate)
     return out @ mixer.proj.weight.T + mixer.proj.bias
 
 
@@ -320,6 +334,80 @@ def mix_linearly(window: Window, q: Tensor, k: Tensor, v: Tensor, epsilon: float
     return out
 
 
+def mix_agent(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(s·q aᵀ + B₂)·softmax(s·a kᵀ + B₁)·v, with agents that are means of the real tokens of a cell."""
+    mixer, out, side = window.mixer, torch.zeros_like(v), window.mixer.agent_side
+    height, width = window.windows.window_height, window.windows.window_width
+
+    def resized(x: Tensor, *size: int) -> Tensor:
+        return F.interpolate(x[None], size, mode="bilinear")[0]
+
+    def members(cell: int) -> list[int]:
+        first, last = (cell // side * height // side, -(-(cell // side + 1) * height // side))
+        left, right = (cell % side * width // side, -(-(cell % side + 1) * width // side))
+        found = (first <= slot.row < last and left <= slot.column < right for slot in window.slots)
+        return [window.prefix + i for i, is_member in enumerate(found) if is_member]
+
+    cells = [members(cell) for cell in range(side * side)]
+    filled = [cell for cell, own in enumerate(cells) if own]
+    for head in window.heads:
+        own = window.channels(head)
+        agents = torch.stack([q[cells[cell]][:, own].mean(dim=0) for cell in filled])
+        of_keys = resized(mixer.key_map_bias[head], height, width) + resized(mixer.key_row_bias[head], height, 1)
+        of_keys = of_keys + resized(mixer.key_column_bias[head], 1, width)
+        of_queries = resized(mixer.query_map_bias[head], height, width)
+        of_queries = of_queries + resized(mixer.query_row_bias[head].permute(2, 0, 1), height, 1)
+        of_queries = of_queries + resized(mixer.query_column_bias[head].permute(2, 0, 1), 1, width)
+        # (agents, tokens); prefix tokens have biases if their number was given.
+        assert not mixer.num_prefix_tokens
+        before = [torch.zeros(side * side, dtype=q.dtype)] * window.prefix
+        biases = [
+            torch.stack([*before, *(bias[:, slot.row, slot.column] for slot in window.slots)], dim=1)[filled]
+            for bias in (of_queries, of_keys)
+        ]
+        scale = mixer.head_dim**-0.5
+        to_agents = (scale * q[:, own] @ agents.T + biases[0].T).softmax(dim=1)
+        to_keys = (scale * agents @ k[:, own].T + biases[1]).softmax(dim=1)
+        out[:, own] = to_agents @ to_keys @ v[:, own]
+    return out
+
+
+def mix_mhla(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """φ(q_i)·Σ_b M_{b(i)b} S_b over its divisor, pair by pair."""
+    mixer, out = window.mixer, torch.zeros_like(v)
+    high, wide = -(-window.windows.window_height // 4), -(-window.windows.window_width // 4)
+    blocks = [slot.row // high * 4 + slot.column // wide for slot in window.slots]
+    spots = [slot.row % high * wide + slot.column % wide for slot in window.slots]
+    at = {pair: i for i, pair in enumerate(zip(blocks, spots, strict=True))}
+    for head in window.heads:
+        own = window.channels(head)
+        queries, keys = q[:, own].clamp(min=0) + 1e-6, k[:, own].clamp(min=0) + 1e-6
+        products = queries @ keys.T
+        for i in range(len(q)):
+            weights = torch.stack([mixer.mixing[blocks[i], block] for block in blocks])
+            divisor = (weights * products[i]).sum()
+            if mixer.shared_divisor:
+                partners = [at.get((block, spots[i])) for block in blocks]
+                seen = [j for j, partner in enumerate(partners) if partner is not None]
+                divisor = sum(weights[j] * products[partners[j], j] for j in seen)
+            out[i, own] = (weights * products[i]) @ v[:, own] / (divisor + 1e-6)
+    return out
+
+
+def mix_circulant(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Σ_δ σ(δ) v(p+δ), shift by shift; what is seen of padding is divided away."""
+    real = window_map(torch.ones_like(v[:, :1]), window.slots, window.windows)[0]
+    q, k, v = (window_map(x, window.slots, window.windows)[0] for x in (q, k, v))
+    shifts = [(-row, -column) for row in range(real.shape[1]) for column in range(real.shape[2])]
+    scores = torch.stack([(q * torch.roll(k, shift, (1, 2))).sum(dim=(1, 2)) for shift in shifts])
+    sigma = (scores / len(window.slots) ** 0.5).softmax(dim=0)[:, :, None, None]
+    out, seen = (
+        sum(weight * torch.roll(x, shift, (1, 2)) for weight, shift in zip(sigma, shifts, strict=True))
+        for x in (v, real)
+    )
+    return torch.stack([(out / seen)[:, slot.row, slot.column] for slot in window.slots])
+
+
 MIX: dict[type[BaseAttention], Callable[[Window, Tensor, Tensor, Tensor], Tensor]] = {
     SoftmaxAttention: mix_by_rows,
     LinearAttention: mix_by_rows,
@@ -332,6 +420,9 @@ MIX: dict[type[BaseAttention], Callable[[Window, Tensor, Tensor, Tensor], Tensor
     MALAAttention: mix_mala,
     RALAAttention: mix_rala,
     PolaFormerAttention: mix_polaformer,
+    AgentAttention: mix_agent,
+    MHLAAttention: mix_mhla,
+    CirculantAttention: mix_circulant,
 }
 
 
@@ -402,6 +493,7 @@ def randomise() -> Callable[[torch.nn.Module], torch.nn.Module]:
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data.add_(0.5 * noise)
+        project_parameters(module)
         return module
 
     return fill

@@ -66,6 +66,10 @@ BASELINES = {
     "mala": (6.3, 75.1),
     "rala": (6.3, None),
     "polaformer": (6.6, None),
+    "agent": (6.0, 74.9),
+    "vit3": (6.1, 76.5),
+    "mhla": (5.8, 75.8),
+    "circulant": (6.1, 75.0),
 }
 
 

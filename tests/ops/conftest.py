@@ -1,5 +1,6 @@
 """Queries, keys and values for the tests of the ops."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,18 @@ FAST: dict[str, Callable[..., Tensor]] = {
     "mala": ops.mala_attention,
     "rala": ops.rala_attention,
     "polaformer": ops.polaformer_attention,
+    "agent": ops.agent_attention,
+    "mhla": ops.mhla_attention,
+    "circulant": ops.circulant_attention,
 }
 # Options that can be differentiated.
-LEAVES = ("bias", "spread", "power")
+LEAVES = ("bias", "spread", "power", "agents", "mixing")
+
+
+def map_of(tokens: int) -> tuple[int, int]:
+    """The map of so many tokens that is nearest to a square."""
+    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
+    return height, tokens // height
 
 
 @dataclass
@@ -97,7 +107,7 @@ def make_problem() -> Callable[..., Problem]:
         # Two matrices, each for one half.
         value_width += value_width % 2 if kind == "polaformer" else 0
         v = draw(batch, heads, tokens, value_width) + 1
-        if kind in ("linear", "focused"):
+        if kind in ("linear", "focused", "mhla"):
             # q and k lean to the same side in each coordinate. Signed maps get a negative one too.
             lean = torch.ones(width, dtype=torch.float64)
             lean[-1] = -1 if feature_map in ("identity", "leaky_relu") else 1
@@ -113,6 +123,13 @@ def make_problem() -> Callable[..., Problem]:
             # Its scores are products of powers: small ones would not count beside its ε.
             q, k = 2 * q, 2 * k
             options["power"] = 1 + 4 * draw(heads, width).sigmoid()
+        if kind == "agent":
+            # The same for all images, so that images can be computed alone.
+            options["agents"] = draw(1, heads, 3, width)
+        if kind == "mhla":
+            options["mixing"] = draw(16, 16).abs() + 0.1
+        if kind in ("mhla", "circulant"):
+            options["feat_size"] = map_of(tokens)
         problem = Problem(kind, q, k, v, options)
         for leaf in problem.leaves().values():
             leaf.requires_grad_()

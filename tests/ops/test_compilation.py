@@ -18,6 +18,8 @@ QUICK = [
     ("mala", None, MASK),
     ("rala", None, MASK),
     ("polaformer", None, MASK),
+    ("agent", None, MASK),
+    ("mhla", None, MASK),
 ]
 SLOW = [
     ("softmax", None, None),
@@ -31,6 +33,8 @@ SLOW = [
     ("mala", None, None),
     ("rala", None, None),
     ("polaformer", None, None),
+    ("agent", None, None),
+    ("mhla", None, None),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 cases = pytest.mark.parametrize(("kind", "phi", "mask"), CASES)
@@ -60,7 +64,7 @@ def test_local_residual():
     torch.testing.assert_close(compiled(v, kernels, (2, 3)), expected)
 
 
-OTHERS = ("linear", "hydra", "efficient", "angular", "focused", "mala", "rala", "polaformer")
+OTHERS = ("linear", "hydra", "efficient", "angular", "focused", "mala", "rala", "polaformer", "agent", "mhla")
 
 
 @pytest.mark.parametrize("kind", ["inline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])

@@ -15,7 +15,7 @@ from ._chunks import has_hooks, records_graph
 from ._native_linear import Int8Linear
 from ._packed import PackedWeights, is_plain
 from .base_attention import BaseAttention
-from .block import Block
+from .block import GELU, Block
 from .feature_map import FeatureMap
 from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
@@ -138,7 +138,7 @@ def pack_block(block: Block, *, int8: bool) -> kernels.PackedBlock | None:
 # Modules in blocks that the native kernel computes; subclasses of them may compute something else.
 NATIVE_PARTS = {
     *(InLineAttention, FeatureMap, LocalResidual, SoftmaxAttention, WholeMap, SquareWindows, CrossStripes),
-    *(Mlp, DropPath, Int8Linear),
+    *(Mlp, GELU, DropPath, Int8Linear),
     *(nn.LayerNorm, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GELU, nn.Dropout, nn.Identity),
 }
 

@@ -183,6 +183,8 @@ class AttentionAdapter(nn.Module):
             raise ValueError(f"{name} cannot be causal, since all queries share its sums over keys: {remedy}")
         if attn_mask is None:
             return None
+        if type(self.attention).attention_weights is BaseAttention.attention_weights:
+            raise ValueError(f"{name} has no N×N weights, with which keys are masked: {remedy}")
         is_key_mask = attn_mask.dim() == 4 and attn_mask.shape[1:3] == (1, 1) and attn_mask.dtype == torch.bool
         if not is_key_mask:
             raise ValueError(

@@ -296,6 +296,9 @@ class BaseAttention(nn.Module):
             return None
         return take_head_group(self.lepe.weight, windows), take_head_group(self.lepe.bias, windows)
 
+    def project_parameters(self) -> None:
+        """Move parameters back to where they are defined, after a step of an optimizer; called without gradients."""
+
     def check_tokens(self, x: Tensor, feat_size: tuple[int, int], kernel_tokens: Tensor | None) -> None:
         """Raise ValueError for tokens that do not fit this module or the map."""
         if x.dim() != 3 or x.shape[2] != self.dim:
@@ -316,6 +319,18 @@ class BaseAttention(nn.Module):
             raise ValueError(
                 f"kernel_tokens must have the shape of the tokens, {x.shape}, but it is {kernel_tokens.shape}"
             )
+
+
+def project_parameters(model: nn.Module) -> None:
+    """Move the parameters of all attentions of a model back to where they are defined.
+
+    To be called after each step of an optimizer, as the trainer of this package does. Processes with the same weights
+    have the same afterwards, and a moving average of such weights is one, too.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, BaseAttention):
+                module.project_parameters()
 
 
 def join_head_groups(outputs: list[Tensor]) -> Tensor:

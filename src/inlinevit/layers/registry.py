@@ -17,8 +17,10 @@ from torch import nn
 
 from ..utils.modules import IMPORTING
 from ..utils.validation import require, shorten
+from .agent_attention import AgentAttention
 from .angular_attention import AngularAttention
 from .base_attention import BaseAttention
+from .circulant_attention import CirculantAttention
 from .efficient_attention import EfficientAttention
 from .enhanced_attention import EnhancedAttention
 from .focused_attention import FocusedAttention
@@ -26,10 +28,12 @@ from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention
 from .linear_attention import LinearAttention
 from .mala_attention import MALAAttention
+from .mhla_attention import MHLAAttention
 from .polaformer_attention import PolaFormerAttention
 from .rala_attention import RALAAttention
 from .softmax_attention import SoftmaxAttention
 from .surroundings import SURROUNDINGS, Surroundings
+from .vit3_attention import ViT3Attention
 
 AttentionT = TypeVar("AttentionT", bound=type[BaseAttention])
 
@@ -48,6 +52,10 @@ ATTENTIONS: dict[str, type[BaseAttention]] = {
     "mala": MALAAttention,
     "rala": RALAAttention,
     "polaformer": PolaFormerAttention,
+    "agent": AgentAttention,
+    "vit3": ViT3Attention,
+    "mhla": MHLAAttention,
+    "circulant": CirculantAttention,
 }
 # The modules that registered those of other packages, by name.
 MODULES: dict[str, str] = {}

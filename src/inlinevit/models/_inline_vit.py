@@ -15,7 +15,7 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..layers import BaseAttention, Block, CrossStripes, ResamplePosEmbed, SquareWindows, WholeMap
+from ..layers import AgentAttention, BaseAttention, Block, CrossStripes, ResamplePosEmbed, SquareWindows, WholeMap
 from ..layers.registry import constructor_types, find_attention
 from ..layers.surroundings import ATTENTION_SURROUNDINGS, SURROUNDINGS, check_lepe
 from ..utils.validation import check_value
@@ -166,6 +166,8 @@ class Stage(nn.Module):
             resample = getattr(module, "resample_pos_embed", None)
             if isinstance(resample, ResamplePosEmbed) and resample.grid == before:
                 module.pos_embed = resample.set_grid(cast(nn.Parameter, module.pos_embed), grid)
+            elif isinstance(module, AgentAttention) and module.grid == before:
+                module.set_grid(grid)
 
 
 class InLineViT(nn.Module):
@@ -186,6 +188,7 @@ class InLineViT(nn.Module):
         in_chans: Channels of the images.
         num_classes: Number of classes; 0 = no head.
         global_pool: "avg" over the map, "token" for the class token, if there is one, or "" for none.
+        fc_norm: Whether the last norm comes after the pooling (`fc_norm`, as in timm), instead of before it (`norm`).
         qkv_bias: Whether q, k and v have a bias.
         attention: One name for all stages, or one entry per stage (see attention_by_stage).
         attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}, and of what
@@ -219,6 +222,7 @@ class InLineViT(nn.Module):
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
+        fc_norm: bool = False,
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
         attn_kwargs: Mapping[str, Any] | None = None,
@@ -286,7 +290,9 @@ class InLineViT(nn.Module):
         ]
         self.reductions = list(reductions)
         self.stages = nn.Sequential(*stages)
-        self.norm = cast(nn.Module, nn.LayerNorm(dims[-1], eps=self.norm_eps, **factory))
+        last_norm = cast(nn.Module, nn.LayerNorm(dims[-1], eps=self.norm_eps, **factory))
+        self.norm = nn.Identity() if fc_norm else last_norm
+        self.fc_norm = last_norm if fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.global_pool = self._check_pool(global_pool)
         self.head = make_head(dims[-1], num_classes, **factory)
@@ -381,10 +387,11 @@ class InLineViT(nn.Module):
             x = global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
         elif self.global_pool == "avg":
             x = x.mean(dim=(2, 3))
+        is_map = self.num_prefix_tokens == 0 and self.global_pool == ""
+        x = self.fc_norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if is_map else self.fc_norm(x)
         x = self.head_drop(x)
         if pre_logits:
             return x
-        is_map = self.num_prefix_tokens == 0 and self.global_pool == ""
         return self.head(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if is_map else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:

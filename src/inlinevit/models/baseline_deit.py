@@ -22,6 +22,10 @@ default_cfgs = generate_default_cfgs(
         "mala_deit_tiny.untrained": default_cfg(pool_size=None, paper_ids="arXiv:2507.00698"),
         "rala_deit_tiny.untrained": default_cfg(pool_size=None, paper_ids="arXiv:2411.07635"),
         "polaformer_deit_tiny.untrained": default_cfg(pool_size=None, paper_ids="arXiv:2501.15061"),
+        "agent_deit_tiny.untrained": default_cfg(pool_size=None, paper_ids="arXiv:2312.08874"),
+        "vit3_deit_tiny.untrained": default_cfg(pool_size=None, paper_ids="arXiv:2512.01643"),
+        "mhla_deit_tiny.untrained": default_cfg(size=256, pool_size=None, paper_ids="arXiv:2601.07832"),
+        "circulant_deit_tiny.untrained": default_cfg(pool_size=None, paper_ids="arXiv:2512.21542"),
     }
 )
 
@@ -107,3 +111,38 @@ def rala_deit_tiny(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
 def polaformer_deit_tiny(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
     """DeiT-T with PolaFormer's attention, 6.6 M parameters."""
     return create_baseline("polaformer", pretrained, kwargs)
+
+
+# Of the models without a class token: positions come from the convolution at the beginning of each block.
+NO_POSITIONS = {"class_token": False, "global_pool": "avg", "pos_embed": "none"}
+
+
+@register_model
+def agent_deit_tiny(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
+    """DeiT-T with agent attention, 6.0 M parameters."""
+    return create_baseline("agent", pretrained, kwargs)
+
+
+@register_model
+def vit3_deit_tiny(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
+    """DeiT-T with the attention of ViT³, six heads, without class token and positions, 6.1 M parameters."""
+    model_args = {"embed_dim": 192, "num_heads": 6, "attention": "vit3", **NO_POSITIONS}
+    return create(InLineDeiT, "vit3_deit_tiny", pretrained, model_args, kwargs)
+
+
+@register_model
+def mhla_deit_tiny(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
+    """DeiT-T with MHLA, without class token, the norm after the pooling, 256², 5.8 M parameters.
+
+    The published code pads images of 224² with zeros to 256², for 16 × 16 tokens.
+    """
+    model_args: dict[str, Any] = {"img_size": 256, "embed_dim": 192, "num_heads": 3, "attention": "mhla"}
+    model_args |= {"class_token": False, "global_pool": "avg", "fc_norm": True, "qkv_bias": False}
+    return create(InLineDeiT, "mhla_deit_tiny", pretrained, model_args, kwargs)
+
+
+@register_model
+def circulant_deit_tiny(pretrained: bool = False, **kwargs: Any) -> InLineDeiT:
+    """DeiT-T with circulant attention, without class token and positions, 6.1 M parameters."""
+    model_args = {"embed_dim": 192, "num_heads": 3, "attention": "circulant", "qkv_bias": False, **NO_POSITIONS}
+    return create(InLineDeiT, "circulant_deit_tiny", pretrained, model_args, kwargs)

@@ -290,6 +290,11 @@ class Source:
             **options,
         ).train(self.attn.training)
         if keep_weights:
+            if (new.qkv.weight.shape, new.proj.weight.shape) != (qkv.weight.shape, proj.weight.shape):
+                raise ValueError(
+                    f"the weights of {self.label} cannot be kept, since {attention} attention has other projections, "
+                    f"with {new.qkv.out_features} channels: use keep_weights=False for a new attention, or {LEAVE_OUT}"
+                )
             new.qkv, new.proj = qkv, proj
             if isinstance(new, SoftmaxAttention) and self.table is not None and self.window_size is not None:
                 new.relative_position_bias_table = square_table(self.table, self.window_size)

@@ -151,7 +151,7 @@ class SequenceParallelViT(InLineViT):
         sums = torch.cat([tokens.sum(dim=1, dtype=torch.float64).flatten(), number])
         *_, total = (summed := all_reduce(sums, self.sequence_group)).unbind()
         pooled = (summed[:-1] / total).view(len(tokens), -1).to(tokens.dtype)
-        pooled = self.head_drop(pooled)
+        pooled = self.head_drop(self.fc_norm(pooled))
         return pooled if pre_logits else self.head(pooled)
 
     def forward_levels(self, x: Tensor, take: list[int], last: int | None, norm: bool) -> tuple[Tensor, list[Tensor]]:

@@ -80,6 +80,10 @@ STYLES = {
     "mala": Style("MALA", "#117733", "$M$", (0, (7, 1, 2, 1))),
     "rala": Style("RALA", "#999933", "$R$", (0, (4, 1))),
     "polaformer": Style("PolaFormer", "#332288", "$P$", (0, (1, 1, 4, 1))),
+    "agent": Style("agent", "#661100", "$A$", (0, (6, 1))),
+    "vit3": Style("ViT³", "#6699CC", "$3$", (0, (4, 1, 1, 1, 1, 1, 1, 1))),
+    "mhla": Style("MHLA", "#AA4499", "$H$", (0, (2, 2))),
+    "circulant": Style("circulant", "#44AA99", "$C$", (0, (9, 1, 2, 1))),
 }
 # For models with none of these attentions, or with several.
 OTHER_COLOR = "#777777"
