@@ -266,7 +266,7 @@ def check_gate(subject: Subject) -> None:
             gated = subject.random(layout=layout, gate=True)
             expect(gated.gate is not None, "the constructor of BaseAttention gets gate, and makes self.gate")
             assert gated.gate is not None
-            gated.proj = nn.Identity()
+            gated.add_module("proj", nn.Identity())
             plain = deepcopy(gated)
             plain.gate = None
             x, kernel_tokens = (subject.tokens(prefix + SIZE[0] * SIZE[1], seed=seed) for seed in (1, 2))

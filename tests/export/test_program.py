@@ -89,6 +89,32 @@ def test_programs_take_any_batch_height_and_width(name: str) -> None:
     check_program(name, SMALL[name])
 
 
+class OfOneSize(nn.Module):
+    """A model that refuses other sizes, as many of timm's do, or whose result depends on the size in Python."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "assertion":
+            assert x.shape[2:] == (64, 64), "Input height doesn't match model"
+        return x.mean(dim=(2, 3)) * int(x.shape[2])
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("assertion", r"\(Input height doesn't match model\): fix its input"), ("int", "for all sizes: fix its input")],
+)
+def test_models_for_one_size_are_refused_unless_it_is_given(how: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_program(OfOneSize(how), 3)
+    images = torch.ones(1, 3, 64, 64)
+    torch.testing.assert_close(
+        export_program(OfOneSize(how), 3, [1, 3, 64, 64]).module()(images), 64 * images[..., 0, 0]
+    )
+
+
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [(14, 14), (5, 23), (1, 1), (20, 19), (64, 100), (7, 9)])
 def test_positions_are_resized_by_products_as_by_torch(interpolation: str, size: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ from ._chunks import has_hooks, records_graph
 from ._native_linear import Int8Linear
 from ._packed import PackedWeights, is_plain
 from .base_attention import BaseAttention
-from .block import Block
+from .block import GELU, Block
 from .feature_map import FeatureMap
 from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
@@ -138,19 +138,19 @@ def pack_block(block: Block, *, int8: bool) -> kernels.PackedBlock | None:
 # Modules in blocks that the native kernel computes; subclasses of them may compute something else.
 NATIVE_PARTS = {
     *(InLineAttention, FeatureMap, LocalResidual, SoftmaxAttention, WholeMap, SquareWindows, CrossStripes),
-    *(Mlp, DropPath, Int8Linear),
+    *(Mlp, GELU, DropPath, Int8Linear),
     *(nn.LayerNorm, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GELU, nn.Dropout, nn.Identity),
 }
 
 
 def is_native(block: Block) -> bool:
     """Return whether the native kernel computes a block: with InLine or softmax attention, and a plain MLP."""
-    attn, mlp = block.attn, block.mlp
+    attn, mlp = cast(Any, block.attn), block.mlp
     return (
         kernels.available()
         and {type(part) for child in block.children() for part in child.modules()} <= NATIVE_PARTS
         and (is_native_inline(attn) or is_native_softmax(attn))
-        and (attn.lepe is None or cast(nn.Conv2d, attn.lepe).kernel_size == (3, 3))
+        and (attn.lepe is None or attn.lepe.kernel_size == (3, 3))
         and attn.gate is None
         and not attn.rope
         and block.cpe is None

@@ -1,10 +1,13 @@
 """The transformer block of all four families."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, register_notrace_module
 from torch import Tensor, nn
 
+from .. import kernels
 from ._chunks import add_chunked, is_chunked
 from .surroundings import ResidualConv
 
@@ -58,7 +61,7 @@ class Block(nn.Module):
             )
         # Whether the MLP needs the size of the map.
         self.conv_mlp = dwconv_mlp or mlp_conv
-        mlp = DWConvMlp if dwconv_mlp else ResidualConvMlp if mlp_conv else Mlp
+        mlp = DWConvMlp if dwconv_mlp else ResidualConvMlp if mlp_conv else partial(Mlp, act_layer=GELU)
         self.mlp = mlp(dim, self.hidden_dim, drop=proj_drop, device=device, dtype=dtype)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
@@ -95,6 +98,19 @@ class Block(nn.Module):
         return add_chunked(x.flatten(0, 1), self.mlp_branch, feat_size, elements).view_as(x)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU of x, by the compiled kernel in training on the CPU."""
+    return kernels.gelu(x) if kernels.computes_gelu(x) else F.gelu(x)
+
+
+class GELU(nn.GELU):
+    """nn.GELU that is faster in training on the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x to the same shape."""
+        return gelu(x) if self.approximate == "none" else super().forward(x)
+
+
 @register_notrace_module
 class DWConvMlp(nn.Module):
     """linear → depthwise 3×3 convolution over the map → GELU → linear. Prefix tokens skip the convolution.
@@ -128,7 +144,7 @@ class DWConvMlp(nn.Module):
             maps = x[:, prefix:].unflatten(1, (feat_size[0], feat_size[1])).permute(0, 3, 1, 2)
             convolved = self.conv(maps).permute(0, 2, 3, 1).flatten(1, 2)
             x = convolved if prefix == 0 else torch.cat([x[:, :prefix], convolved], dim=1)
-        return self.drop(self.fc2(self.drop(F.gelu(x))))
+        return self.drop(self.fc2(self.drop(gelu(x))))
 
 
 @register_notrace_module
@@ -158,4 +174,4 @@ class ResidualConvMlp(nn.Module):
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Map tokens (batch, prefix + H·W, dim) to the same shape; feat_size is (H, W), or (0, 0) without a map."""
-        return self.drop(self.fc2(self.drop(self.conv(F.gelu(self.fc1(x)), feat_size))))
+        return self.drop(self.fc2(self.drop(self.conv(gelu(self.fc1(x)), feat_size))))

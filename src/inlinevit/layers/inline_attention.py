@@ -11,7 +11,7 @@ from torch.nn.modules import module as module_hooks
 from .. import kernels, ops
 from ..ops._common import autocast_off, is_exporting
 from ..ops.inline import PATHS, QKV_PATHS, PathParams, select_path
-from ..ops.local import add_convolution, widen
+from ..ops.local import add_convolution, local_kernels, widen
 from ..ops.windows import (
     Windows,
     count_windows,
@@ -94,6 +94,7 @@ class InLineAttention(BaseAttention):
             dtype=dtype,
             device=device,
             eager=kernels.is_eager(x),
+            compiled_training=kernels.is_compiled_training(x),
             exporting=is_exporting(),
             unavailable=self.unavailable_paths(dtype, device, groups),
         )
@@ -225,15 +226,19 @@ class LocalResidual(nn.Module):
 
         The channels are those of the head group of the windows.
         """
-        heads = self.num_heads // windows.num_head_groups
-        # Head by head: (heads, batch · windows, head_dim).
-        x = mean.unflatten(1, (heads, -1)).transpose(0, 1)
-        x = F.gelu(linear_by_head(x, self.fc1, windows))
-        x = linear_by_head(x, self.fc2, windows)
-        return x.transpose(0, 1).reshape(mean.shape[0], mean.shape[1], 9)
+        return local_kernels(mean, self.num_heads // windows.num_head_groups, **self.weights(windows))
+
+    def weights(self, windows: Windows) -> dict[str, Tensor]:
+        """Return the weights and biases of the head group of the windows, by the names that `local_kernels` has."""
+        return {
+            "weight1": take_head_group(self.fc1.weight, windows),
+            "bias1": take_head_group(self.fc1.bias, windows),
+            "weight2": take_head_group(self.fc2.weight, windows),
+            "bias2": take_head_group(self.fc2.bias, windows),
+        }
 
     def is_native(self, x: Tensor, added: Tensor | None = None) -> bool:
-        """Return whether `native` can replace forward: the module is as it is here, and no gradient is needed."""
+        """Return whether `native` can replace forward: the module is as it is here, and tensors are plain ones."""
         tensors = [x, *self.parameters(), *([] if added is None else [added])]
         return (
             type(self) is LocalResidual
@@ -241,7 +246,6 @@ class LocalResidual(nn.Module):
             and not (module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
             and kernels.is_eager(x)
             and all(map(kernels.is_plain, tensors))
-            and not kernels.needs_gradient(*tensors)
         )
 
     def native(self, x: Tensor, windows: Windows, added: Tensor | None = None) -> Tensor:
@@ -249,20 +253,4 @@ class LocalResidual(nn.Module):
 
         `added`, (channels of the head group, 9), is added to all of them.
         """
-        weights = {
-            "weight1": take_head_group(self.fc1.weight, windows),
-            "bias1": take_head_group(self.fc1.bias, windows),
-            "weight2": take_head_group(self.fc2.weight, windows),
-            "bias2": take_head_group(self.fc2.bias, windows),
-        }
-        return kernels.local_kernels(x, windows, self.num_heads, **weights, added=added)
-
-
-def linear_by_head(x: Tensor, layer: nn.Conv1d, windows: Windows) -> Tensor:
-    """Apply one linear layer per head, from (heads, batch, head_dim) to (heads, batch, outputs).
-
-    The weights are those of a 1×1 convolution with one group per head, which is slow over a single token.
-    """
-    heads, _, head_dim = x.shape
-    weight, bias = take_head_group(layer.weight, windows), take_head_group(layer.bias, windows)
-    return torch.baddbmm(bias.view(heads, 1, -1), x, weight.view(heads, -1, head_dim).transpose(1, 2))
+        return kernels.local_kernels(x, windows, self.num_heads, **self.weights(windows), added=added)

@@ -125,7 +125,8 @@ def contract_problem(attention: Any) -> str:
     for flag in FLAGS:
         if not isinstance(getattr(attention, flag), bool):
             return f"{attention.__name__}.{flag} is {getattr(attention, flag)!r:.60}: it should be True or False"
-    if not isinstance(attention.surroundings, Surroundings):
+    surroundings: Any = attention.surroundings
+    if not isinstance(surroundings, Surroundings):
         return (
             f"{attention.__name__}.surroundings should be an inlinevit.layers.Surroundings: use Surroundings(gate=True)"
         )

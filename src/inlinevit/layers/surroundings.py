@@ -60,7 +60,8 @@ class ResidualConv(nn.Conv2d):
     def __init__(self, dim: int, **factory: Any) -> None:
         super().__init__(dim, dim, 3, padding=1, groups=dim, **factory)
 
-    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    # It takes tokens, which are not a map without its size.
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:  # type: ignore[override]
         """Map tokens (batch, prefix + H·W, dim) to the same shape; feat_size is (H, W), or (0, 0) without a map."""
         prefix = x.shape[1] - feat_size[0] * feat_size[1]
         if prefix == x.shape[1]:

@@ -68,6 +68,7 @@ def inline_attention(
             dtype=q.dtype,
             device=q.device.type,
             eager=False,
+            compiled_training=False,
             exporting=is_exporting(),
             unavailable=LAYER_PATHS,
         )
@@ -204,6 +205,7 @@ class PathParams(NamedTuple):
         dtype: Of the tokens.
         device: Where they are, such as "cpu".
         eager: Whether operators are just called, on the CPU: nothing records, counts or transforms them.
+        compiled_training: Whether torch.compile records a graph that is differentiated, on the CPU.
         exporting: Whether torch.export records a graph, where the number of tokens may be unknown.
         unavailable: The paths that cannot be taken, and why.
     """
@@ -215,6 +217,7 @@ class PathParams(NamedTuple):
     dtype: torch.dtype
     device: str
     eager: bool
+    compiled_training: bool
     exporting: bool
     unavailable: Mapping[str, str]
 
@@ -223,8 +226,9 @@ class PathParams(NamedTuple):
 # cost is counted, that of "covariance". `docs/performance.md` has the figures.
 PATHS: dict[str, Callable[[PathParams], bool]] = {
     # The compiled kernel: attention and the convolution of the values in one operator, from packed q, k and v. Graphs
-    # are left to compilers, which fuse the other paths as well, and to runtimes that do not know the operator.
-    "native": lambda params: params.eager and params.dtype == torch.float32,
+    # are left to compilers, which fuse the other paths as well, and to runtimes that do not know the operator. But the
+    # gradient of the convolution, nine shifts and nine sums per block, would take a compiler most of its time.
+    "native": lambda params: (params.eager or params.compiled_training) and params.dtype == torch.float32,
     # Neither q nor k is computed: the weights of q and k are multiplied into the key-value covariance, which is then
     # applied to the tokens. Fewer products and copies where there are many tokens; half precision would lose digits.
     "folded": lambda params: (

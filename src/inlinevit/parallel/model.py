@@ -263,7 +263,7 @@ class SequenceParallelDWConvMlp(DWConvMlp):
 class SequenceParallelResidualConv(ResidualConv):
     """A convolution that is added to its input, of rows."""
 
-    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:  # type: ignore[override]
         """See ResidualConv.forward."""
         if not isinstance(feat_size, LocalSize):
             return super().forward(x, feat_size)
