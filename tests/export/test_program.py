@@ -58,9 +58,9 @@ SMALL: dict[str, dict[str, Any]] = {
         )
     },
 }
-# Windows and stripes: torch derives guards from the strides of the example, which refuse other sizes although the graph
-# computes them.
-WINDOWED = ("inline_swin_tiny", "inline_cswin_tiny", "cswin_tiny")
+# Windows, stripes and blocks: torch derives guards from the strides of the example, which refuse other sizes although
+# the graph computes them.
+WINDOWED = ("inline_swin_tiny", "inline_cswin_tiny", "cswin_tiny", "mhla_deit_tiny")
 SHAPES = ((2, 3, 224, 224), (3, 3, 97, 250), (1, 3, 33, 40), (2, 3, 40, 33), (1, 3, 256, 480))
 
 

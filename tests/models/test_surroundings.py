@@ -207,9 +207,8 @@ def test_each_optimized_for_inference(kind, surroundings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deit", "rala deit"])
-def test_compiled_for_inference(kind):
-    model = make(kind, ALL)
+def test_compiled_for_inference():
+    model = make("deit", ALL)
     optimized = inlinevit.optimize_for_inference(model)
     with torch.no_grad():
         for size in ((64, 64), (75, 98)):

@@ -100,7 +100,7 @@ class MHLAAttention(BaseAttention):
 class RMSNorm(nn.Module):
     """x/√(mean x² + ε)·w over the channels, in float32 or better; ε is the machine epsilon of that dtype.
 
-    torch's takes the epsilon of half precision there, which is as large as the mean.
+    torch documents the epsilon of x's own dtype, which in half precision may be as large as the mean.
 
     Args:
         dim: Channels.

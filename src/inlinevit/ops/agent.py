@@ -110,8 +110,9 @@ def agent_scores(
     agent_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the scores of queries and keys with the agents, (batch, heads, tokens, agents); see agent_attention."""
-    agents = promote(agents).transpose(-2, -1) * default_scale(q, scale)
-    queries, keys = promote(q) @ agents, promote(hide_padding(k, mask)) @ agents
+    queries, keys = promote(q), promote(hide_padding(k, mask))
+    agents = agents.to(queries.dtype).transpose(-2, -1) * default_scale(q, scale)
+    queries, keys = queries @ agents, keys @ agents
     if query_bias is not None:
         queries = queries + query_bias.to(queries.dtype)
     if key_bias is not None:
