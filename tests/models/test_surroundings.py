@@ -115,22 +115,28 @@ def test_each_of_them_counts_and_gets_gradients(kind):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_can_be_plain_and_have_the_common_surroundings(attention):
-    plain = create_model("inline_deit_tiny", **DEIT, attention=attention, attn_kwargs=NOTHING)
+    arguments = {**DEIT, "attention": attention}
+    if not ATTENTIONS[attention].supports_prefix_tokens:
+        arguments |= {"class_token": False, "global_pool": "avg"}
+    plain = create_model("inline_deit_tiny", **arguments, attn_kwargs=NOTHING)
     for block in plain.stages[0].blocks:
         assert (block.attn.gate, block.attn.lepe, block.attn.rope, block.cpe) == (None, None, False, None)
         assert not isinstance(block.mlp, ResidualConvMlp)
-    common = create_model("inline_deit_tiny", **DEIT, attention=attention, attn_kwargs={**NOTHING, **COMMON})
+    common = create_model("inline_deit_tiny", **arguments, attn_kwargs={**NOTHING, **COMMON})
     added = sum(p.numel() for p in common.parameters()) - sum(p.numel() for p in plain.parameters())
     assert added == 2 * (32 * 32 + 32 + 9 * 32 + 32)
     assert common(images(64, 64)).shape == (2, 5)
 
 
 def test_defaults_of_attentions():
-    assert {name: kind.surroundings for name, kind in ATTENTIONS.items() if kind.surroundings != Surroundings()} == {
-        "mala": Surroundings(gate=True, lepe=5, rope=True),
-        "rala": Surroundings(gate=True, lepe=5, rope=True),
-        "polaformer": Surroundings(gate=True),
-    }
+    for name, surroundings in (
+        ("inline", Surroundings()),
+        ("focused", Surroundings()),
+        ("mala", Surroundings(gate=True, lepe=5, rope=True)),
+        ("rala", Surroundings(gate=True, lepe=5, rope=True)),
+        ("polaformer", Surroundings(gate=True)),
+    ):
+        assert ATTENTIONS[name].surroundings == surroundings
 
 
 @pytest.mark.parametrize("name", ["mala_deit_tiny", "rala_deit_tiny"])
