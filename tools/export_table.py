@@ -117,7 +117,8 @@ def main() -> None:
         print(ended.stdout.splitlines()[-1], flush=True)
     if not options.no_page:
         rows = [json.loads(result_file(name).read_text()) for name in MODELS if result_file(name).is_file()]
-        write_table(make_table(rows))
+        missing = [name for name in MODELS if not result_file(name).is_file()]
+        write_table(make_table(rows) + (f"\n\nNot recorded yet: {', '.join(missing)}." if missing else ""))
     if failed:
         raise SystemExit(f"not exported: {', '.join(failed)}")
 

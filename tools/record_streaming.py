@@ -2,7 +2,7 @@
 
     python tools/record_streaming.py                # measure what docs/huge_images/record.json lacks, then the table
     python tools/record_streaming.py deit-16384     # some measurements again
-    python tools/record_streaming.py --table        # the table only
+    python tools/record_streaming.py --table        # the table and the curves only
 
 Each measurement is one call in a process of its own, on two threads. The pixels are synthetic and computed by rows, so
 that no image is in memory and no disk is measured. Softmax attention is timm's DeiT-T, called as it is: its memory is
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 import inlinevit
-from inlinevit.report import Table, markdown_table, replace_between
+from inlinevit.report import STYLES, Line, Panel, Table, lines_figure, markdown_table, replace_between, svg_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "huge_images" / "record.json"
 PAGE = ROOT / "docs" / "huge_images.md"
+CURVES = RECORD.with_name("curves.svg")
 SOFTMAX = "deit_tiny_patch16_224"
 PATCH = 16
 
@@ -74,7 +75,7 @@ CASES = {
 
 
 class SyntheticSource:
-    """An image whose rows are those of a random strip, shifted from row to row.
+    """An image whose rows are those of a random strip, shifted from row to row: making them takes no time.
 
     Args:
         side: Its width and height.
@@ -82,12 +83,13 @@ class SyntheticSource:
 
     def __init__(self, side: int) -> None:
         self.size, self.channels = (side, side), 3
-        self.strip = torch.randn(3, 2 * side, generator=torch.Generator().manual_seed(0))
+        strip = torch.randn(3, 2 * side, generator=torch.Generator().manual_seed(0))
+        # A view, (3, side + 1, side).
+        self.image = strip.unfold(1, side, 1)
 
     def rows(self, top: int, bottom: int) -> Tensor:
         """See streaming.ImageSource.rows."""
-        width = self.size[0]
-        return torch.stack([self.strip[:, row % width : row % width + width] for row in range(top, bottom)], dim=1)
+        return self.image[:, top:bottom]
 
 
 def measure(case: Case) -> dict[str, float]:
@@ -128,6 +130,34 @@ def exponent(points: list[tuple[float, float]]) -> float:
     return products / sum((x - x_mean) ** 2 for x in xs)
 
 
+def measured(record: dict[str, dict[str, Any]], prefix: str) -> dict[float, dict[str, float]]:
+    """Return the outcomes of a model at all its sizes with the same settings, by number of tokens."""
+    sides = [case.side for name, case in CASES.items() if name == f"{prefix}{case.side}" and name in record]
+    return {(side / PATCH) ** 2: record[f"{prefix}{side}"] for side in sorted(sides)}
+
+
+def beyond_start(outcome: dict[str, float]) -> float:
+    """Return the peak of memory beyond that before the call, in GB."""
+    return max(1e-3, outcome["peak_gb"] - outcome["before_gb"])
+
+
+def make_curves(record: dict[str, dict[str, Any]]) -> bytes:
+    """Plot time and memory of both attentions over the number of tokens, as SVG."""
+    times, memory = [], []
+    inline, softmax = measured(record, "deit-"), measured(record, "softmax-")
+    for style, outcomes in ((STYLES["inline"], inline), (STYLES["softmax"], softmax)):
+        tokens = list(outcomes)
+        times.append(Line(style, tokens, [one["seconds"] for one in outcomes.values()]))
+        memory.append(Line(style, tokens, [beyond_start(one) for one in outcomes.values()]))
+    first, last = max(softmax), max(inline)
+    style = replace(STYLES["softmax"], name=f"{STYLES['softmax'].name}, extrapolated", dash=":", hollow=True)
+    growth = last / first
+    times.append(Line(style, [first, last], [softmax[first]["seconds"] * factor for factor in (1, growth**2)]))
+    memory.append(Line(style, [first, last], [beyond_start(softmax[first]) * factor for factor in (1, growth)]))
+    panels = [Panel("tokens", "seconds", times), Panel("tokens", "peak GB beyond the start", memory)]
+    return svg_bytes(lines_figure(panels, log_x=True, log_y=True))
+
+
 def make_table(record: dict[str, dict[str, Any]]) -> str:
     """Return the section of the page: a table, and how time and memory grow with the number of tokens."""
     headings = ["model", "image", "setting", "seconds", "peak, GB", "of which before the call"]
@@ -144,13 +174,13 @@ def make_table(record: dict[str, dict[str, Any]]) -> str:
     lines = []
     fits: dict[str, dict[str, float]] = {}
     for label, prefix in (("InLine", "deit-"), ("softmax", "softmax-")):
-        sides = [case.side for name, case in CASES.items() if name == f"{prefix}{case.side}" and name in record]
-        if len(sides) < 3:
+        outcomes = measured(record, prefix)
+        if len(outcomes) < 3:
             continue
-        tokens = [(side / PATCH) ** 2 for side in sides]
-        outcomes = [record[f"{prefix}{side}"] for side in sides]
-        times = list(zip(tokens, [float(one["seconds"]) for one in outcomes], strict=True))
-        memory = [max(1e-3, one["peak_gb"] - one["before_gb"]) for one in outcomes]
+        tokens = list(outcomes)
+        sides = [int(PATCH * math.sqrt(number)) for number in tokens]
+        times = list(zip(tokens, [one["seconds"] for one in outcomes.values()], strict=True))
+        memory = [beyond_start(one) for one in outcomes.values()]
         growth = exponent(list(zip(tokens, memory, strict=True)))
         fits[label] = {"time": exponent(times), "last_tokens": tokens[-1], "last_seconds": times[-1][1]}
         fits[label]["bytes"] = 1e9 * memory[-1] / tokens[-1]
@@ -162,7 +192,7 @@ def make_table(record: dict[str, dict[str, Any]]) -> str:
         softmax, tokens_16384 = fits["softmax"], (16384 / PATCH) ** 2
         # The quadratic part dominates at the largest size that was measured.
         hours = softmax["last_seconds"] * (tokens_16384 / softmax["last_tokens"]) ** 2 / 3600
-        peak = 1e9 * (record["deit-16384"]["peak_gb"] - record["deit-16384"]["before_gb"])
+        peak = 1e9 * beyond_start(record["deit-16384"])
         side = PATCH * math.sqrt(peak / softmax["bytes"])
         lines.append(
             f"- Extrapolated from its largest size by tokens², **softmax would take {hours:.1f} hours** for 16384². In "
@@ -190,6 +220,7 @@ def main() -> None:
         RECORD.parent.mkdir(parents=True, exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(replace_between(PAGE.read_text(), "record", make_table(record)))
+    CURVES.write_bytes(make_curves(record))
 
 
 if __name__ == "__main__":

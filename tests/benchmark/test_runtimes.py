@@ -14,7 +14,7 @@ from inlinevit.benchmark.runtimes import MODES, Mode
 from inlinevit.benchmark.studies import run_bench
 from inlinevit.benchmark.timing import interleave
 from inlinevit.benchmark.workload import Candidate, Comparison, draw_input, draw_weights
-from inlinevit.export.program import export_program
+from inlinevit.export.blocks import convert_model
 from inlinevit.models.inference import optimize_for_inference
 
 QUICK = Conditions(threads=1, rounds=2, patience=0.1)
@@ -45,7 +45,7 @@ def mlp_candidate(name="mlp", width=32):
 
 def test_a_small_model_is_measured_in_all_other_runtimes(monkeypatch):
     recorded = []
-    monkeypatch.setattr(runtimes, "export_program", lambda *args: recorded.append(args) or export_program(*args))
+    monkeypatch.setattr(runtimes, "convert_model", lambda *args: recorded.append(args) or convert_model(*args))
     results = measure("model", model_comparisons([TINY], [64], [1]), OTHERS, QUICK)
     assert results.notes == []
     found = [(one.mode, one.runtime, one.precision) for one in results.measurements]

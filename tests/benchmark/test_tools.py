@@ -1,4 +1,4 @@
-"""The tools that make docs/performance.md."""
+"""The tools that make docs/performance.md and the table of docs/huge_images.md."""
 
 import importlib.util
 import json
@@ -25,6 +25,7 @@ def load_tool(name):
 page_tool = load_tool("performance_page")
 goals_tool = load_tool("performance_goals")
 record_tool = load_tool("record_performance")
+streaming_tool = load_tool("record_streaming")
 
 
 def test_the_page_agrees_with_its_records():
@@ -34,6 +35,13 @@ def test_the_page_agrees_with_its_records():
     assert page_tool.rewritten_readme(readme, records) == readme, "run make bench"
     for path in records:
         assert path.with_suffix(".svg").exists(), "run make bench"
+
+
+def test_the_page_of_huge_images_agrees_with_its_record():
+    record = json.loads(streaming_tool.RECORD.read_text())
+    assert record.keys() == streaming_tool.CASES.keys()
+    assert streaming_tool.make_table(record) in streaming_tool.PAGE.read_text()
+    assert streaming_tool.make_curves(record) == streaming_tool.CURVES.read_bytes()
 
 
 def test_the_page_has_a_place_for_each_record():

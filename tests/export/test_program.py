@@ -40,7 +40,22 @@ SMALL: dict[str, dict[str, Any]] = {
     "cswin_tiny": {"depths": (1, 1, 1, 1)},
     **{
         f"{name}_deit_tiny": {"depth": 1}
-        for name in ("softmax", "linear", "hydra", "efficient", "angular", "enhanced", "focused")
+        for name in (
+            "softmax",
+            "linear",
+            "hydra",
+            "efficient",
+            "angular",
+            "enhanced",
+            "focused",
+            "mala",
+            "rala",
+            "polaformer",
+            "agent",
+            "vit3",
+            "mhla",
+            "circulant",
+        )
     },
 }
 # Windows and stripes: torch derives guards from the strides of the example, which refuse other sizes although the graph
@@ -72,6 +87,32 @@ def test_programs_of_each_family_take_any_batch_height_and_width(name: str) -> N
 @pytest.mark.parametrize("name", SMALL)
 def test_programs_take_any_batch_height_and_width(name: str) -> None:
     check_program(name, SMALL[name])
+
+
+class OfOneSize(nn.Module):
+    """A model that refuses other sizes, as many of timm's do, or whose result depends on the size in Python."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "assertion":
+            assert x.shape[2:] == (64, 64), "Input height doesn't match model"
+        return x.mean(dim=(2, 3)) * int(x.shape[2])
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("assertion", r"\(Input height doesn't match model\): fix its input"), ("int", "for all sizes: fix its input")],
+)
+def test_models_for_one_size_are_refused_unless_it_is_given(how: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_program(OfOneSize(how), 3)
+    images = torch.ones(1, 3, 64, 64)
+    torch.testing.assert_close(
+        export_program(OfOneSize(how), 3, [1, 3, 64, 64]).module()(images), 64 * images[..., 0, 0]
+    )
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from ..engine.exported import INPUT_NAME, LOGITS_NAME
 from ..engine.exported_model import compile_openvino, import_openvino, onnx_session
+from ..export.blocks import convert_model
 from ..export.int8 import quantize_onnx, quantize_openvino
-from ..export.onnx import quiet_conversion, to_onnx
+from ..export.onnx import quiet_conversion
 from ..export.openvino import to_openvino
-from ..export.program import export_program
 from ..models._inline_vit import InLineViT
 from ..models.inference import optimize_for_inference
 from ..utils.validation import require
@@ -176,7 +176,7 @@ def onnx_model(module: nn.Module, x: Tensor, dynamic: bool) -> Any:
     """Return an onnx.ModelProto of a module for inputs of one shape, or for images of any size."""
     if dynamic:
         if module not in EXPORTED:
-            EXPORTED[module] = to_onnx(export_program(module, x.shape[1]), [LOGITS_NAME])
+            EXPORTED[module] = convert_model(module, x.shape[1], [LOGITS_NAME])
         return EXPORTED[module]
     program = torch.onnx.export(module, (x,), dynamo=True, verbose=False, input_names=[INPUT_NAME])
     assert program is not None

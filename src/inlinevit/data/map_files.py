@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +278,9 @@ class ClassMapSink(FileSink):
         self.size = (width, height)
         kind = np.uint8 if self.classes <= MASKED else np.uint16
         self.dtype, self.masked_value = np.dtype(kind), int(np.iinfo(kind).max)
+        has_gaps = self.mask is not None or self.coordinates.nodata is not None
+        # The value of no data that the file names.
+        self.nodata: int | None = self.masked_value if has_gaps else None
         entry = self.dtype.itemsize + (4 * self.classes if self.probabilities else 0)
         # The rows, and the files that are made of them.
         return 2 * height * width * entry
@@ -285,7 +288,7 @@ class ClassMapSink(FileSink):
     def open(self) -> None:
         if self.mask is not None:
             side = self.stride // (self.mask_stride or self.stride)
-            self.mask = any_of_cells(torch.from_numpy(self.mask), side).numpy()
+            self.mask = any_of_cells(torch.from_numpy(self.mask), max(1, side)).numpy()
         # Files appear when the contexts end, in the reverse order.
         self.outputs = [
             _TiledOutput(path, dtype, bands, self.stack)
@@ -296,24 +299,88 @@ class ClassMapSink(FileSink):
             if path is not None
         ]
 
+    def values_of(self, rows: Tensor, masked: NDArray[np.bool_] | None) -> NDArray[Any]:
+        """Return the value of the most probable class of each token, (rows, width); any where it is masked."""
+        return rows.argmax(dim=2).numpy().astype(self.dtype)
+
+    def is_masked(self, top: int, count: int) -> NDArray[np.bool_] | None:
+        """Return which entries of rows are masked, (rows, width); None = none."""
+        if self.mask is None:
+            return None
+        # Entries per entry of the mask: of pixels, there are several.
+        side = max(1, (self.mask_stride or self.stride) // self.stride)
+        rows, columns = np.arange(top, top + count) // side, np.arange(self.shape[1]) // side
+        return ~self.mask[rows][:, columns]
+
     def write(self, top: int, rows: Tensor) -> None:
-        classes = rows.argmax(dim=2).numpy().astype(self.dtype)
-        if self.mask is not None:
-            classes[~self.mask[top : top + len(rows)]] = self.masked_value
+        masked = self.is_masked(top, len(rows))
+        classes = self.values_of(rows, masked)
+        if masked is not None:
+            classes[masked] = self.masked_value
         self.outputs[0].append(classes)
         if self.probabilities is not None:
             probabilities = rows.softmax(dim=2).numpy()
-            if self.mask is not None:
-                probabilities[~self.mask[top : top + len(rows)]] = np.nan
+            if masked is not None:
+                probabilities[masked] = np.nan
             self.outputs[1].append(probabilities)
 
     def finish(self) -> None:
         height, width, _ = self.shape
         geo = self.coordinates.to_geo(self.stride)
         about = json.dumps(self.coordinates.to_plain(self.stride))
-        has_gaps = self.mask is not None or self.coordinates.nodata is not None
-        for output, nodata in zip(self.outputs, (self.masked_value, float("nan")), strict=False):
-            output.finish((height, width), geo, about, nodata if has_gaps else None)
+        for output, nodata in zip(self.outputs, (self.nodata, float("nan")), strict=False):
+            output.finish((height, width), geo, about, None if self.nodata is None else nodata)
+
+
+class LabelMapSink(ClassMapSink):
+    """From a map of logits (height, width, classes) to a label map like those of the training data: a tiled TIFF file.
+
+    Args:
+        path: The file.
+        coordinates: Where its entries are.
+        values: The value of each class in label maps.
+        ignored: The value of pixels that do not count, if there is one: "no data" in the file. Masked pixels have it,
+            or a value that no class has.
+        probabilities: A second file, for the probability of each class, float32; None = none.
+        mask: Which tokens of the first stage count; see ClassMapSink.
+        mask_stride: Pixels per token.
+
+    Attributes:
+        counts: How many entries have each class, (classes).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        coordinates: Coordinates,
+        values: Sequence[int],
+        *,
+        ignored: int | None = None,
+        probabilities: Path | None = None,
+        mask: NDArray[np.bool_] | None = None,
+        mask_stride: int | None = None,
+    ) -> None:
+        super().__init__(path, coordinates, probabilities=probabilities, mask=mask, mask_stride=mask_stride)
+        if ignored is None and mask is not None:
+            ignored = next(value for value in (0, MASKED, *range(256, 512)) if value not in values)
+        self.table, self.ignored = np.array(values, np.int64), ignored
+        self.counts = np.zeros(len(values), np.int64)
+
+    def count_bytes(self) -> int:
+        super().count_bytes()
+        height, width, _ = self.shape
+        self.dtype = np.dtype(np.uint8 if max(*self.table, self.ignored or 0) < 256 else np.uint16)
+        self.nodata = self.ignored
+        self.masked_value = self.ignored or 0
+        return 2 * height * width * (self.dtype.itemsize + (4 * self.classes if self.probabilities else 0))
+
+    def values_of(self, rows: Tensor, masked: NDArray[np.bool_] | None) -> NDArray[Any]:
+        if not bool(rows.isfinite().all()):
+            raise ValueError("the model gives NaN or infinite values for this image: check its weights")
+        indices = rows.argmax(dim=2).numpy()
+        counted = indices.ravel() if masked is None else indices[~masked]
+        self.counts += np.bincount(counted, minlength=len(self.table))
+        return self.table.astype(self.dtype)[indices]
 
 
 class _TiledOutput:

@@ -96,6 +96,19 @@ class StreamPredictOptions(StreamOptions):
 
 
 @dataclass(kw_only=True)
+class LabelStreamOptions(StreamOptions):
+    """How `segment predict` streams one image."""
+
+    needs_stream: ClassVar[tuple[str, ...]] = (
+        *StreamOptions.needs_stream,
+        *("level", "mpp", "region", "probabilities"),
+    )
+
+    probabilities: str | None = None
+    """A second .tif file, for the probability of each class."""
+
+
+@dataclass(kw_only=True)
 class FeaturesOptions(StreamOptions):
     """Options of `inlinevit features`."""
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.exported import ExportedMetadata, ExportFormat, store_in_onnx, store_in_openvino
-from ..engine.exported_model import import_openvino
+from ..engine.exported_model import import_openvino, read_metadata
 from ..engine.outputs import check_output_file
 from ..utils.atomic import disk_full_errors, fsync_dir, is_stream
 from ..utils.extras import extras_named
 from ..utils.validation import MOST_PIXELS, require
-from .onnx import OPSET, store_half, to_onnx
+from .blocks import convert_model
+from .onnx import OPSET, store_half, to_bytes
 from .openvino import save_openvino, to_openvino
 from .parity import measure_parity, parity_shapes
-from .program import export_program
 from .source import ExportSource, open_source
 
 SUFFIXES: dict[ExportFormat, str] = {"onnx": ".onnx", "openvino": ".xml"}
@@ -59,6 +59,8 @@ def parse_static(text: str | None) -> list[int] | None:
 def check_export_output(output: str, format: ExportFormat, inputs: list[str]) -> Path:
     """Return the path of the file to write; refuse one that cannot be written, before anything is computed."""
     path = check_output_file(output, inputs)
+    if format == "openvino":
+        check_output_file(str(path.with_suffix(".bin")), inputs)
     require(not is_stream(path), f"{output} is a stream, but exported models are files: name one with --output")
     suffix = SUFFIXES[format]
     require(
@@ -120,8 +122,7 @@ def write_exported(source: ExportSource, path: Path, settings: ExportSettings) -
     precision: Any = "float16" if settings.half else "float32"
     opset = OPSET if settings.format == "onnx" else None
     metadata = replace(source.metadata, format=settings.format, precision=precision, opset=opset)
-    program = export_program(source.model, metadata.input.channels, settings.static)
-    converted = to_onnx(program, metadata.outputs)
+    converted = convert_model(source.model, metadata.input.channels, metadata.outputs, settings.static)
     shapes = parity_shapes(metadata.input.channels, source.size, settings.static)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as folder:
@@ -138,11 +139,29 @@ def write_exported(source: ExportSource, path: Path, settings: ExportSettings) -
             converted, figures = quantize(converted, metadata, settings.data)
             metadata = replace(metadata, precision="int8", quantization=figures)
         save(converted, aside, metadata, half=settings.half)
-        # The .bin of an OpenVINO model first: a reader that finds the .xml finds both.
-        for file in sorted(Path(folder).iterdir()):
-            os.replace(file, path.with_name(file.name))
-        fsync_dir(path.parent)
+        require(read_metadata(aside) == metadata, f"{path} could not be written: report it, with the name of the model")
+        put_in_place(Path(folder), path)
     return metadata
+
+
+def put_in_place(folder: Path, path: Path) -> None:
+    """Move the files of a model from a folder beside it; whoever finds the model at any time finds all of one model.
+
+    Args:
+        folder: Holds MODEL.onnx, or MODEL.xml and MODEL.bin.
+        path: MODEL.onnx or MODEL.xml.
+    """
+    files = sorted(folder.iterdir())
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    if len(files) > 1:
+        # An older .xml must not be read with the new .bin.
+        path.unlink(missing_ok=True)
+    # The .bin first.
+    for file in files:
+        os.replace(file, path.with_name(file.name))
+    fsync_dir(path.parent)
 
 
 def save(model: Any, file: Path, metadata: ExportedMetadata, *, half: bool) -> None:
@@ -152,4 +171,4 @@ def save(model: Any, file: Path, metadata: ExportedMetadata, *, half: bool) -> N
         save_openvino(model, file, half=half)
     else:
         store_in_onnx(model, metadata)
-        file.write_bytes(model.SerializeToString())
+        file.write_bytes(to_bytes(model))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..engine.exported import INPUT_NAME
 from ..engine.exported_model import import_openvino
 from ..utils.validation import require
-from .onnx import quiet_conversion
+from .onnx import CLASSES_KEY, quiet_conversion
 
 Array = NDArray[np.float32]
 # Operators that are quantized if they are linear layers or convolutions.
@@ -31,7 +31,6 @@ OPENVINO_TYPES = ("Convolution", "GroupConvolution", "MatMul")
 SHAPE_TYPES = ("Shape", "Size", "ShapeOf")
 # Modules of which nothing is quantized, whatever the structure of their graph.
 FLOAT_MODULES = ("LocalResidual", "ResamplePosEmbed", "ResampleByProducts", "AdaptivePoolByProducts")
-CLASSES_KEY = "pkg.torch.onnx.class_hierarchy"
 NO_LAYERS = "the model has no linear layers or convolutions with constant weights that could be quantized"
 
 

@@ -19,8 +19,12 @@ OPSET = 18
 # Domains of the operators that ONNX defines.
 STANDARD_DOMAINS = ("", "ai.onnx")
 INPUT_DIMENSIONS = ("batch", "channels", "height", "width")
+# What the exporter writes about the classes of modules, by which quantization finds those that stay in float32.
+CLASSES_KEY = "pkg.torch.onnx.class_hierarchy"
 # Smaller constants stay in float32: biases, norms and tables of positions cost little.
 HALF_ELEMENTS = 1024
+# Of the weights: protobuf's files have less than 2**31 bytes.
+MOST_BYTES = 2**31 - 2**24
 MOST_HALF = float(np.finfo(np.float16).max)
 
 
@@ -50,18 +54,60 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str]) -> Any:
         outputs: Names of its outputs.
     """
     with quiet_conversion():
-        converted = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=[INPUT_NAME],
-            output_names=list(outputs),
-            optimize=False,
-            verbose=False,
-        )
-        assert converted is not None
-        _simplify(converted)
+        converted = convert(program, outputs)
+        simplify(converted)
+    return finish(converted)
+
+
+def convert(
+    program: ExportedProgram, outputs: Sequence[str], translations: dict[Any, Any] | None = None
+) -> torch.onnx.ONNXProgram:
+    """Convert a graph operator by operator.
+
+    Args:
+        program: The graph, with one input.
+        outputs: Names of its outputs.
+        translations: What operators of torch that ONNX does not have become.
+    """
+    converted = torch.onnx.export(
+        program,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=[INPUT_NAME],
+        output_names=list(outputs),
+        custom_translation_table=translations,
+        optimize=False,
+        verbose=False,
+    )
+    assert converted is not None
+    return converted
+
+
+def simplify(converted: torch.onnx.ONNXProgram) -> None:
+    """Optimize a graph; equal expressions are joined first, which leaves a quarter of the nodes to the slow rules."""
+    join_equal(converted)
+    converted.optimize()
+
+
+def join_equal(converted: torch.onnx.ONNXProgram) -> None:
+    """Compute constants, join equal expressions, and remove what is not used."""
+    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+    from onnxscript.optimizer import fold_constants, remove_unused_nodes
+
+    fold_constants(converted.model)
+    CommonSubexpressionEliminationPass()(converted.model)
+    remove_unused_nodes(converted.model)
+
+
+def finish(converted: torch.onnx.ONNXProgram) -> Any:
+    """Return an onnx.ModelProto with names of its lengths; ValueError if it has operators that ONNX does not define."""
     model = converted.model_proto
+    # The exporter's records of its own work have the paths of source files, and are longer than the graph.
+    for holder in (model, model.graph, *model.graph.node, *model.graph.initializer, *model.graph.input):
+        kept = [(entry.key, entry.value) for entry in holder.metadata_props if entry.key == CLASSES_KEY]
+        del holder.metadata_props[:]
+        for key, value in kept:
+            holder.metadata_props.add(key=key, value=value)
     strange = sorted({node.op_type for node in model.graph.node if node.domain not in STANDARD_DOMAINS})
     require(not strange, f"the model needs operators that ONNX does not define ({', '.join(strange)})")
     (images,) = model.graph.input
@@ -75,17 +121,6 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str]) -> Any:
             if dimension.dim_param:
                 dimension.dim_param = "batch" if place == 0 else f"{output.name}_{place}"
     return model
-
-
-def _simplify(converted: torch.onnx.ONNXProgram) -> None:
-    """Optimize a graph; equal expressions are joined first, which leaves a quarter of the nodes to the slow rules."""
-    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
-    from onnxscript.optimizer import fold_constants, remove_unused_nodes
-
-    fold_constants(converted.model)
-    CommonSubexpressionEliminationPass()(converted.model)
-    remove_unused_nodes(converted.model)
-    converted.optimize()
 
 
 def store_half(model: Any) -> None:
@@ -107,3 +142,14 @@ def store_half(model: Any) -> None:
     nodes = [*casts, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+def to_bytes(model: Any) -> bytes:
+    """Serialize an onnx.ModelProto; ValueError if it is too large for one file."""
+    size = sum(len(constant.raw_data) for constant in model.graph.initializer)
+    require(
+        size < MOST_BYTES,
+        f"the model has {size / 1e9:.1f} GB of weights, but ONNX, by which all formats are made, holds less than 2 GB: "
+        "export a smaller model, or, in the format onnx, use --half",
+    )
+    return bytes(model.SerializeToString())

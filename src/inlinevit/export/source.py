@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 # Paths in the configuration of a model; they mean nothing elsewhere.
 PATH_FIELDS = ("checkpoint",)
 DETECTION = (
-    "detectors cannot be exported: their numbers of proposals and boxes depend on the image, and torchvision's code "
-    "for them is not recorded for images of any size; export its backbone by name, with --features"
+    "detectors cannot be exported: torchvision's code for them branches on how many boxes are left, which torch.export "
+    "refuses, and fixes the number of proposals to that of one image size; export the backbone by name, with --features"
 )
 # What a user of published or trained weights is told about their licence, where nothing is stated.
 UNKNOWN = "unknown"

@@ -27,12 +27,14 @@ class Position(NamedTuple):
         passes: Passes of the stage that are complete.
         prefix: Prefix tokens (prefix, channels).
         delivered: Names of the maps that were delivered.
+        gathered: What steps of a decoder that are complete have gathered, by the name of the step.
     """
 
     stage: int
     passes: int
     prefix: Tensor
     delivered: tuple[str, ...]
+    gathered: dict[str, list[Tensor]] = {}  # noqa: RUF012
 
 
 class Checkpoint:
@@ -76,11 +78,27 @@ class Checkpoint:
             self.current = 1 - self.current
             self.save(position)
 
+    def kept_path(self, name: str) -> Path:
+        """Return the path of a map that is kept."""
+        return self.folder / f"map-{name}.bin"
+
+    def keep(self, name: str) -> None:
+        """Keep the tokens of the valid file under a name of their own, when that file is replaced."""
+        path = self.kept_path(name)
+        path.unlink(missing_ok=True)
+        with disk_full_errors(self.folder):
+            os.link(self.path(self.current), path)
+
     def save(self, position: Position) -> None:
         """Write the manifest."""
-        prefix = base64.b64encode(position.prefix.contiguous().numpy().tobytes()).decode()
-        manifest = {"version": VERSION, "fingerprint": self.fingerprint, "file": self.current}
+        prefix = _to_text(position.prefix)
+        manifest: dict[str, Any] = {"version": VERSION, "fingerprint": self.fingerprint, "file": self.current}
         manifest |= {"stage": position.stage, "passes": position.passes, "prefix": prefix}
+        if position.gathered:
+            manifest["gathered"] = {
+                name: [{"shape": list(one.shape), "values": _to_text(one)} for one in tensors]
+                for name, tensors in position.gathered.items()
+            }
         atomic_write_json(self.folder / MANIFEST, manifest | {"delivered": list(position.delivered)})
 
     def load(self, dims: list[int]) -> Position | None:
@@ -99,21 +117,24 @@ class Checkpoint:
             manifest: Any = read_json(path)
             fingerprint, self.current = manifest["fingerprint"], int(manifest["file"])
             stage, passes = int(manifest["stage"]), int(manifest["passes"])
-            prefix = np.frombuffer(base64.b64decode(manifest["prefix"], validate=True), np.float32).copy()
-            tokens = torch.from_numpy(prefix).view(-1, dims[stage])
+            tokens = _from_text(manifest["prefix"]).view(-1, dims[stage])
             delivered = tuple(map(str, manifest["delivered"]))
+            gathered = {
+                str(name): [_from_text(one["values"]).view(one["shape"]) for one in tensors]
+                for name, tensors in manifest.get("gathered", {}).items()
+            }
             is_valid = manifest["version"] == VERSION and self.path(self.current).is_file()
-        except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: remove {self.folder}, and start again") from error
         if not is_valid or fingerprint != self.fingerprint:
             raise ValueError(
                 f"{self.folder} has the state of another image, model or mask: remove it, or name another folder"
             )
-        return Position(stage, passes, tokens, delivered)
+        return Position(stage, passes, tokens, delivered, gathered)
 
     def remove(self) -> None:
         """Remove all files: the run is complete."""
-        for path in (self.folder / MANIFEST, self.path(0), self.path(1)):
+        for path in (self.folder / MANIFEST, self.path(0), self.path(1), *self.folder.glob("map-*.bin")):
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
@@ -121,6 +142,16 @@ class Checkpoint:
     def close(self) -> None:
         """Let other processes use the folder."""
         os.close(self.descriptor)
+
+
+def _to_text(values: Tensor) -> str:
+    """Return the numbers of a tensor as text."""
+    return base64.b64encode(values.contiguous().numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> Tensor:
+    """Return the numbers, (count,), of a text."""
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), np.float32).copy())
 
 
 def fingerprint_of(model: nn.Module, *parts: object) -> str:

@@ -3,7 +3,7 @@
 import math
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Elements of a chunk beyond which larger ones are not faster.
 CHUNK_ELEMENTS = 2**22
+# The same for the steps of decoders, which compute several maps at once.
+STEP_ELEMENTS = 2**24
 # Bytes for what is computed a few tokens at a time: hidden layers of MLPs, windows.
 WORKSPACE = 48 * 10**6
 # Bytes beyond the budget: what libraries keep for themselves, and memory that is freed but not given back.
@@ -55,13 +57,49 @@ class StageSize(NamedTuple):
         most = -(-self.height // self.row_multiple) * self.row_multiple
         return min(most, max(self.row_multiple, rows // self.row_multiple * self.row_multiple))
 
+    def most_rows(self, available: int) -> int:
+        """Return the rows of a chunk that fits into so many bytes, and is not larger than useful."""
+        row_bytes = FLOAT_BYTES * self.width * self.token_floats
+        affordable = (available - self.state_bytes) // row_bytes - 2 * self.halo
+        useful = max(8, -(-CHUNK_ELEMENTS // (self.width * self.channels)))
+        return self.round_rows(min(affordable, useful))
+
+
+class StepSize(NamedTuple):
+    """What the memory of a step of a decoder depends on.
+
+    Attributes:
+        height: Rows of the map that it makes.
+        row_floats: Numbers of the widest map that it computes, per row of the map that it makes.
+        bytes_of: From rows to the memory that computing with a chunk of so many rows takes.
+    """
+
+    height: int
+    row_floats: int
+    bytes_of: Callable[[int], int]
+
+    def chunk_bytes(self, rows: int) -> int:
+        """Return the memory that computing with a chunk of so many rows takes."""
+        return self.bytes_of(min(rows, self.height))
+
+    def round_rows(self, rows: int) -> int:
+        """Return the nearest number of rows that a chunk can have."""
+        return min(self.height, max(1, rows))
+
+    def most_rows(self, available: int) -> int:
+        """Return the rows of a chunk that fits into so many bytes, and is not larger than useful."""
+        rows = self.round_rows(max(8, -(-STEP_ELEMENTS // self.row_floats)))
+        while rows > 1 and self.chunk_bytes(rows) > available:
+            rows -= max(1, rows // 8)
+        return rows
+
 
 class MemoryPlan(NamedTuple):
     """Where the maps are, and how many rows are computed at once.
 
     Attributes:
         in_memory: Whether maps are in memory, or in files.
-        chunk_rows: Rows per chunk, for each stage.
+        chunk_rows: Rows per chunk, for each stage, and for each step of a decoder.
         map_bytes: Size of the maps that exist at once.
         peak_bytes: Largest amount of memory that is used at once, weights and OVERHEAD not included.
     """
@@ -80,6 +118,8 @@ def make_plan(
     can_spill: bool,
     must_spill: bool,
     chunk_rows: int | None,
+    steps: Sequence[StepSize] = (),
+    kept_bytes: int | None = None,
 ) -> MemoryPlan:
     """Choose where the maps are and how many rows are computed at once.
 
@@ -91,6 +131,8 @@ def make_plan(
         must_spill: Whether maps have to be in files.
         chunk_rows: Rows per chunk, rounded to whole windows; None = those that the budget allows, and no more than are
             useful.
+        steps: The steps of a decoder.
+        kept_bytes: Size of the maps that exist at once, if more than one is kept.
 
     Raises:
         ValueError: The budget is too small, with the minimum.
@@ -100,7 +142,10 @@ def make_plan(
     pairs = max((first.map_bytes + second.map_bytes for first, second in pairwise(stages)), default=0)
     if not hasattr(mmap, "MADV_DONTNEED"):
         map_bytes = max(map_bytes, pairs)
-    least = max(stage.chunk_bytes(stage.round_rows(chunk_rows or 1)) for stage in stages)
+    if kept_bytes is not None:
+        map_bytes = kept_bytes
+    parts: list[StageSize | StepSize] = [*stages, *steps]
+    least = max(part.chunk_bytes(part.round_rows(chunk_rows or 1)) for part in parts)
     needed_in_memory, needed_spilled = fixed + map_bytes + least, fixed + least
     in_memory = not must_spill and needed_in_memory <= budget
     if (not in_memory and needed_spilled > budget) or (not in_memory and not can_spill):
@@ -111,20 +156,10 @@ def make_plan(
             f"{describe_bytes(smallest)}{remedy}"
         )
     available = budget - fixed - (map_bytes if in_memory else 0)
-    rows = tuple(
-        most_rows(stage, available) if chunk_rows is None else stage.round_rows(chunk_rows) for stage in stages
-    )
-    chunks = max(stage.chunk_bytes(count) for stage, count in zip(stages, rows, strict=True))
+    rows = tuple(part.most_rows(available) if chunk_rows is None else part.round_rows(chunk_rows) for part in parts)
+    chunks = max(part.chunk_bytes(count) for part, count in zip(parts, rows, strict=True))
     peak = fixed + chunks + (map_bytes if in_memory else 0)
     return MemoryPlan(in_memory, rows, map_bytes if in_memory else max(pairs, map_bytes), peak)
-
-
-def most_rows(stage: StageSize, available: int) -> int:
-    """Return the rows of a chunk that fits into so many bytes, and is not larger than useful."""
-    row_bytes = FLOAT_BYTES * stage.width * stage.token_floats
-    affordable = (available - stage.state_bytes) // row_bytes - 2 * stage.halo
-    useful = max(8, -(-CHUNK_ELEMENTS // (stage.width * stage.channels)))
-    return stage.round_rows(min(affordable, useful))
 
 
 def parse_bytes(text: str | int) -> int:

@@ -58,6 +58,43 @@ class TensorSource:
         return self.image[0, :, top:bottom]
 
 
+class PaddedSource:
+    """An image with zeros below and on the right.
+
+    Args:
+        source: The image.
+        size: (width, height) with the padding.
+    """
+
+    def __init__(self, source: ImageSource, size: tuple[int, int]) -> None:
+        self.source, self.size = source, size
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return self.source.channels
+
+    def rows(self, top: int, bottom: int) -> Tensor:
+        """See ImageSource.rows."""
+        width, height = self.source.size
+        first, last = min(top, height), min(bottom, height)
+        padded = torch.zeros(self.channels, bottom - top, self.size[0])
+        if first < last:
+            rows = self.source.rows(first, last)
+            check_rows(rows, (self.channels, last - first, width))
+            padded[:, : last - first, :width] = rows
+        return padded
+
+
+def check_rows(rows: Tensor, expected: tuple[int, int, int]) -> None:
+    """Raise ValueError for rows of a source that are not float32, or of another shape (channels, rows, width)."""
+    if tuple(rows.shape) != expected or rows.dtype != torch.float32:
+        raise ValueError(
+            f"the image source should give float32 rows of shape {expected}, but it gave {rows.dtype} of shape "
+            f"{tuple(rows.shape)}"
+        )
+
+
 def make_source(image: Tensor | ImageSource, channels: int) -> ImageSource:
     """Return a source of the rows of an image, or raise ValueError if it does not fit the model."""
     source: ImageSource

@@ -11,18 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..models._inline_vit import InLineViT
 from ..parallel.collectives import SequenceGroup, all_reduce
 from .attention_pass import AttentionPass
 from .checkpoint import Checkpoint, Position, fingerprint_of
+from .decoders import SegmentationNetwork
 from .embed import embed_rows
 from .mask import stage_masks
 from .model_checks import check_model
 from .passes import ConvMlpPass, Pass
-from .plan import MemoryPlan, make_plan, parse_bytes
+from .plan import MemoryPlan, StepSize, make_plan, parse_bytes
 from .run_pass import hide_background, run_pass
 from .shards import FirstProcessSink, ShardedTokenMap, agree, sequence_group
 from .sink import MapSink
-from .source import ImageSource, TensorSource, make_source
+from .source import ImageSource, TensorSource, check_rows, make_source
 from .stage import StreamedStage, embed_work, is_reduced, stage_work
 from .token_map import FileTokenMap, MemoryTokenMap, TokenMap
 
@@ -87,7 +89,8 @@ def stream(
             raise ValueError(f"chunk_rows is {chunk_rows}: it should be at least 1")
         if processes is not None and resume is not None:
             raise ValueError("the state of several processes that share an image is not saved: leave out resume")
-        streamer = Streamer(model, image, mask, features or {}, progress, processes)
+        kind = segmentation_streamer() if isinstance(model, SegmentationNetwork) else Streamer
+        streamer = kind(model, image, mask, features or {}, progress, processes)
         plan = streamer.plan(
             parse_bytes(memory), can_spill=spill is not None, must_spill=resume is not None, rows=chunk_rows
         )
@@ -114,6 +117,11 @@ def stream(
 class Streamer:
     """A model and an image; see stream."""
 
+    # The map that comes after all stages.
+    last_map = "norm"
+    # Whether the maps of stages are needed after the next stage was made of them.
+    keeps_stages = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -123,9 +131,10 @@ class Streamer:
         progress: Callable[[float], None] | None,
         group: SequenceGroup | None = None,
     ) -> None:
-        self.group = group
-        self.model = check_model(model)
-        self.source = make_source(image, self.model.in_chans)
+        self.group, self.whole_model = group, model
+        self.model = self.check_model(model)
+        self.given_source = make_source(image, self.model.in_chans)
+        self.source = self.prepare_source(self.given_source)
         width, height = self.source.size
         self.image_size = (height, width)
         self.stages: list[StreamedStage] = []
@@ -138,11 +147,12 @@ class Streamer:
             if any(is_reduced(one) for stage in self.stages for one in stage.passes):
                 raise ValueError("a mask cannot be used with reduced keys and values (sr_ratio): leave out the mask")
             grids = [stage.feat_size for stage in self.stages]
-            masks = stage_masks(mask, self.image_size, grids, self.model.reductions)
+            masks = stage_masks(self.prepare_mask(mask), self.image_size, grids, self.model.reductions)
             for streamed, one in zip(self.stages, masks, strict=True):
                 streamed.mask = one
         self.sinks = dict(features)
-        names = [name for stage in self.stages for name in (*stage.block_names.values(), stage.name)] + ["norm"]
+        names = [name for stage in self.stages for name in (*stage.block_names.values(), stage.name)]
+        names.append(self.last_map)
         for name in self.sinks:
             if name not in names:
                 raise ValueError(f"the model has no map {name!r}: choose from {', '.join(names)}")
@@ -152,6 +162,18 @@ class Streamer:
         self.progress = progress
         self.done = 0.0
         self.checkpoint: Checkpoint | None = None
+
+    def check_model(self, model: nn.Module) -> InLineViT:
+        """Return the network whose stages are streamed, or raise ValueError."""
+        return check_model(model)
+
+    def prepare_source(self, source: ImageSource) -> ImageSource:
+        """Return the pixels that the network gets."""
+        return source
+
+    def prepare_mask(self, mask: Tensor) -> Tensor:
+        """Return the mask of the pixels that the network gets, or of its tokens."""
+        return mask
 
     def shard(self, group: SequenceGroup) -> None:
         """Share the rows of all maps between processes."""
@@ -177,10 +199,28 @@ class Streamer:
 
     def plan(self, budget: int, *, can_spill: bool, must_spill: bool, rows: int | None) -> MemoryPlan:
         """Choose where maps are, and the rows per chunk; arguments as in make_plan."""
-        masks = sum(stage.mask.numel() for stage in self.stages if stage.mask is not None)
-        sizes = [stage.size_for_plan() for stage in self.stages]
-        can_spill = can_spill or must_spill
-        return make_plan(sizes, budget, fixed=masks, can_spill=can_spill, must_spill=must_spill, chunk_rows=rows)
+        return make_plan(
+            [stage.size_for_plan() for stage in self.stages],
+            budget,
+            fixed=self.fixed_bytes(),
+            can_spill=can_spill or must_spill,
+            must_spill=must_spill,
+            chunk_rows=rows,
+            steps=self.step_sizes(),
+            kept_bytes=self.kept_bytes(),
+        )
+
+    def fixed_bytes(self) -> int:
+        """Return the memory that is used all the time."""
+        return sum(stage.mask.numel() for stage in self.stages if stage.mask is not None)
+
+    def step_sizes(self) -> list[StepSize]:
+        """Return what the memory of the steps after all stages depends on."""
+        return []
+
+    def kept_bytes(self) -> int | None:
+        """Return the size of the maps that exist at once, if more than one is kept."""
+        return None
 
     def run(self, plan: MemoryPlan, spill: Path | None, resume: Path | None) -> Tensor:
         """Compute the model; see stream."""
@@ -193,6 +233,8 @@ class Streamer:
             if self.checkpoint is not None:
                 position = self.checkpoint.load([stage.channels for stage in self.stages])
             first = 0 if position is None else position.stage
+            if position is not None:
+                self.restore(position)
             tokens: TokenMap | None = None
             prefix = torch.empty(0)
             try:
@@ -201,11 +243,13 @@ class Streamer:
                         tokens, prefix = self.resume_stage(index, position)
                     else:
                         tokens, prefix = self.run_stage(index, tokens)
+                    self.keep_stage(index, tokens)
                 assert tokens is not None
-                logits = self.classify(tokens, prefix)
+                logits = self.finish(tokens, prefix)
             finally:
                 if tokens is not None:
                     tokens.close()
+                self.close()
             if self.checkpoint is not None:
                 self.checkpoint.remove()
         self.report(1.0)
@@ -226,7 +270,7 @@ class Streamer:
             rows_per_chunk = self.memory_plan.chunk_rows[index]
             if isinstance(previous, ShardedTokenMap):
                 previous.borrow(stage.embed_borrowed)
-            read = self.read_pixels if previous is None else map_reader(previous)
+            read = self.read_pixels if previous is None else map_reader(previous, frees=not self.keeps_stages)
             for top, rows in embed_rows(stage.geometry, read, rows_per_chunk, stage.start, stage.end):
                 bottom = top + len(rows)
                 if positions is not None:
@@ -237,7 +281,7 @@ class Streamer:
                 if stage.passes[0].needs_summary:
                     stage.passes[0].add(summary, rows, mask, top)
                 self.report(self.done + embed_work(stage, len(rows)) / self.total_work)
-            if previous is not None:
+            if previous is not None and not self.keeps_stages:
                 previous.close()
             self.save(tokens, index, 0, prefix)
             return self.run_passes(index, 0, tokens, prefix, summary)
@@ -255,12 +299,7 @@ class Streamer:
     def read_pixels(self, top: int, bottom: int) -> Tensor:
         """Return rows of the image, (channels, rows, width)."""
         rows = self.source.rows(top, bottom)
-        expected = (self.source.channels, bottom - top, self.image_size[1])
-        if tuple(rows.shape) != expected or rows.dtype != torch.float32:
-            raise ValueError(
-                f"the image source should give float32 rows of shape {expected}, but it gave {rows.dtype} of shape "
-                f"{tuple(rows.shape)}"
-            )
+        check_rows(rows, (self.source.channels, bottom - top, self.image_size[1]))
         return rows
 
     def resume_stage(self, index: int, position: Position) -> tuple[TokenMap, Tensor]:
@@ -338,7 +377,16 @@ class Streamer:
         wanted = {stage.name, stage.block_names[len(stage.passes)], "norm"} & self.sinks.keys()
         return not is_last or self.model.global_pool != "token" or bool(wanted)
 
-    def classify(self, tokens: TokenMap, prefix: Tensor) -> Tensor:
+    def restore(self, position: Position) -> None:
+        """Open what an interrupted run has kept, besides the tokens of the stage that it was in."""
+
+    def keep_stage(self, index: int, tokens: TokenMap) -> None:
+        """Keep the map of a complete stage, if it is needed later."""
+
+    def close(self) -> None:
+        """Close maps that were kept."""
+
+    def finish(self, tokens: TokenMap, prefix: Tensor) -> Tensor:
         """Apply the final norm and the head; deliver the last map."""
         model, index = self.model, len(self.stages) - 1
         stage = self.stages[index]
@@ -364,7 +412,7 @@ class Streamer:
         else:
             count = math.prod(stage.feat_size) if stage.mask is None else int(stage.mask.sum())
             pooled = (sums / count).float().unsqueeze(0)
-        return model.head(pooled)
+        return model.head(model.fc_norm(pooled))
 
     def deliver_block(self, index: int, passes: int, tokens: TokenMap, prefix: Tensor) -> None:
         """Deliver the map of the block that is complete after so many passes, if it is wanted."""
@@ -435,20 +483,30 @@ class Streamer:
 
     def fingerprint(self) -> str:
         """Return what identifies the run in a checkpoint."""
-        image: object = self.source.image if isinstance(self.source, TensorSource) else None
+        source = self.given_source
+        image: object = source.image if isinstance(source, TensorSource) else None
         if image is None:
-            image = getattr(self.source, "fingerprint", None)
+            image = getattr(source, "fingerprint", None)
             if not isinstance(image, str):
                 raise ValueError("this image source has no fingerprint, by which it is recognised: leave out resume")
         mask: object = self.given_mask
-        return fingerprint_of(self.model, repr(self.model), self.image_size, ("image", image), ("mask", mask))
+        model = self.whole_model
+        return fingerprint_of(model, repr(model), self.image_size, ("image", image), ("mask", mask))
 
 
-def map_reader(tokens: TokenMap) -> Callable[[int, int], Tensor]:
-    """Return a function that gives rows of a map, (channels, rows, width), and frees the memory of rows before them."""
+def segmentation_streamer() -> type[Streamer]:
+    """Return the class that streams segmentation models, which is a Streamer itself."""
+    from .segmenter import SegmentationStreamer
+
+    return SegmentationStreamer
+
+
+def map_reader(tokens: TokenMap, *, frees: bool) -> Callable[[int, int], Tensor]:
+    """Return a function that gives rows of a map, (channels, rows, width), and may free the memory of rows before."""
 
     def read(top: int, bottom: int) -> Tensor:
-        tokens.release(0, top)
+        if frees:
+            tokens.release(0, top)
         return tokens.read(top, bottom).permute(2, 0, 1)
 
     return read

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.image_source import RegionSource, choose_box, choose_level, name_of, open_regions
 from ..data.images import is_pattern, printable
 from ..data.map_files import TIFF, ClassMapSink, Coordinates, check_head, feature_sink, read_head
 from ..data.regions import readable
 from ..data.token_masks import make_token_mask
-from ..engine.config import ClassPredictOptions, PixelOptions
+from ..engine.config import ClassPredictOptions, PixelOptions, PredictOptions
 from ..engine.errors import Stopped
 from ..engine.outputs import check_output_file
 from ..engine.predictor import override_pixels
@@ -35,6 +35,9 @@ from ..utils.memory import require_memory_for_images
 from ..utils.validation import require
 from .classification.predictor import ImagePredictor
 from .loading import load
+
+if TYPE_CHECKING:
+    from .segmentation.predictor import SegmentationPredictor
 
 # The map after the final norm.
 LAST_MAP = "norm"
@@ -56,7 +59,7 @@ def stream_predict_command(
     Returns:
         The exit code.
     """
-    _check_predict_options(options, images)
+    check_predict_options(options, images)
     with cpu_process_group(timedelta(minutes=streamed.timeout_minutes)) as group:
         return _stream_predict(task, model, images, options, streamed, group)
 
@@ -82,27 +85,21 @@ def _stream_predict(
         output, probabilities = outputs
         if output is None:
             raise ValueError("--head writes a map: name a .tif file with --output")
-        for path in (output, probabilities):
-            require(
-                path is None or path.suffix.lower() in TIFF,
-                f"{path} should end in .tif, the format of class maps: rename it",
-            )
-        require(output != probabilities, f"--output and --probabilities both name {output}: name two files")
+        check_map_files(output, probabilities)
         require(
             options.format == "auto", f"--format {options.format} is for classes of images: leave it out with --head"
         )
         check_head(head, network.num_features, f"the last map of {predictor.name}")
     with open_source(images[0], predictor, options.data, streamed) as source:
-        mask = _token_mask(source, network, options.data, streamed)
+        mask = token_mask(source, network.reductions[0], options.data, streamed)
         sinks: dict[str, MapSink] = {}
         if head is not None:
             assert outputs[0] is not None
-            token_mask = None if mask is None else mask.numpy()
             classes = ClassMapSink(
                 outputs[0],
                 Coordinates.of(source),
                 probabilities=outputs[1],
-                mask=token_mask,
+                mask=None if mask is None else mask.numpy(),
                 mask_stride=network.reductions[0],
             )
             sinks[LAST_MAP] = HeadSink(head.weight, head.bias, classes)
@@ -138,7 +135,7 @@ def _features(model: str, image: str, options: FeaturesOptions, group: dist.Proc
     with open_source(image, predictor, options.data, options) as source:
         sink = feature_sink(output, Coordinates.of(source))
         if options.stream:
-            mask = _token_mask(source, network, options.data, options)
+            mask = token_mask(source, network.reductions[0], options.data, options)
             run_stream(network, source, mask, {name: sink}, options, group)
         else:
             write_plain(network, source, name, sink)
@@ -152,7 +149,7 @@ def _features(model: str, image: str, options: FeaturesOptions, group: dist.Proc
 
 @contextmanager
 def open_source(
-    image: str, predictor: ImagePredictor, pixels: PixelOptions, options: StreamOptions
+    image: str, predictor: "ImagePredictor | SegmentationPredictor", pixels: PixelOptions, options: StreamOptions
 ) -> Iterator[RegionSource]:
     """Open the part of an image that options name, with the bands, values and normalisation of a model."""
     pixel_format, max_pixels = override_pixels(predictor, pixels)
@@ -163,19 +160,18 @@ def open_source(
             box = choose_box(reader, level, options.parse_region())
         if about:
             print(printable(f"{name}: {about}"), file=sys.stderr)
-        spec = predictor.spec
-        yield RegionSource(reader, pixel_format, spec.mean, spec.std, level=level, box=box, name=name)
+        yield RegionSource(reader, pixel_format, *predictor.mean_std, level=level, box=box, name=name)
 
 
 def run_stream(
-    network: InLineViT,
+    network: nn.Module,
     source: RegionSource,
     mask: Tensor | None,
     sinks: dict[str, MapSink],
     options: StreamOptions,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Stream an image, with progress on stderr, by all processes of a group; returns the logits (1, classes)."""
+    """Stream an image, with progress on stderr, by all processes of a group; returns the logits of the model."""
     fast: Any = optimize_for_inference(network, compile=False)
     with ExitStack() as stack:
         stack.enter_context(stops_on_sigterm())
@@ -288,13 +284,11 @@ def map_name(network: InLineViT, stage: int | None, block: int | None) -> str:
     return f"stages.{number}" if block is None else f"stages.{number}.blocks.{block}"
 
 
-def _token_mask(
-    source: RegionSource, network: InLineViT, pixels: PixelOptions, options: StreamOptions
-) -> Tensor | None:
-    """Return which tokens of the first stage count."""
+def token_mask(source: RegionSource, stride: int, pixels: PixelOptions, options: StreamOptions) -> Tensor | None:
+    """Return which tokens of the first stage, of `stride` × `stride` pixels each, count."""
     if options.mask is None:
         return None
-    return torch.from_numpy(make_token_mask(options.mask, source, network.reductions[0], pixels.max_pixels))
+    return torch.from_numpy(make_token_mask(options.mask, source, stride, pixels.max_pixels))
 
 
 def _check_predictor(model: str, predictor: Any) -> tuple[ImagePredictor, InLineViT]:
@@ -308,7 +302,7 @@ def _check_predictor(model: str, predictor: Any) -> tuple[ImagePredictor, InLine
     return predictor, network
 
 
-def _check_predict_options(options: ClassPredictOptions, images: Sequence[str]) -> None:
+def check_predict_options(options: PredictOptions, images: Sequence[str]) -> None:
     """Refuse options that have no effect on a streamed image."""
     require(
         len(images) == 1 and not is_pattern(images[0]),
@@ -322,6 +316,16 @@ def _check_predict_options(options: ClassPredictOptions, images: Sequence[str]) 
             vars(options).get(name, default) == default,
             f"--{name} has no effect on a streamed image, which is not resized: leave it out",
         )
+
+
+def check_map_files(output: Path, probabilities: Path | None) -> None:
+    """Refuse files of class maps that are not TIFF files, or the same."""
+    for path in (output, probabilities):
+        require(
+            path is None or path.suffix.lower() in TIFF,
+            f"{path} should end in .tif, the format of class maps: rename it",
+        )
+    require(output != probabilities, f"--output and --probabilities both name {output}: name two files")
 
 
 def _write_classes(

@@ -27,6 +27,7 @@ from ...models._weight_files import read_state_dict, require_finite
 from ...models.factory import check_model_name, classes_of_weights
 from ...utils.memory import require_memory_for_images
 from ...utils.validation import has_type, require, shorten
+from ..pixels import MeanStd
 from .config import ClassificationConfig, ClassificationPredictOptions, ModelConfig
 from .metrics import ClassificationEvaluator
 from .model import build_model, channels_of_weights
@@ -59,6 +60,11 @@ class ImagePredictor(Predictor[list[ClassProbability]]):
     @property
     def pixel_format(self) -> PixelFormat:
         return self.spec.pixel_format
+
+    @property
+    def mean_std(self) -> MeanStd:
+        """What its images are normalised by."""
+        return tuple(self.spec.mean), tuple(self.spec.std)
 
     @cached_property
     def classes(self) -> list[str]:

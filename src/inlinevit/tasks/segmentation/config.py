@@ -185,5 +185,6 @@ class SegmentationPredictOptions(DrawingPredictOptions):
 
     output: str
     """Folder for the label map of each image, NAME_labels.png with the values of the training data, a drawing of the
-    same size, NAME_overlay.png, its legend, NAME_legend.png, and predictions.json."""
+    same size, NAME_overlay.png, its legend, NAME_legend.png, and predictions.json. With --stream, a .tif file for the
+    label map of the image."""
     inference: InferenceOptions = field(default_factory=InferenceOptions)

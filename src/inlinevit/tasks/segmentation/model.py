@@ -10,6 +10,7 @@ from segmentation_models_pytorch.decoders.upernet.decoder import UPerNetDecoder
 from torch import Tensor, nn
 from torchvision.ops import Conv2dNormActivation
 
+from ...streaming.decoders import SegmentationParts
 from ...utils.validation import require
 from ..backbone import (
     STRIDES,
@@ -96,6 +97,19 @@ class Segmenter(SegmentationModel):
         auxiliary = self.auxiliary_head(features[AUXILIARY_LEVEL])
         resized = F.interpolate(auxiliary, size=padded.shape[-2:], mode="bilinear", align_corners=False)
         return logits, resized[..., :height, :width]
+
+    def streamed_parts(self) -> SegmentationParts:
+        """Return the parts of the model, for `inlinevit.stream`."""
+        encoder: Encoder = self.encoder
+        convs = [layer for layer in self.segmentation_head.modules() if isinstance(layer, nn.Conv2d)]
+        return SegmentationParts(
+            encoder.model,
+            encoder.pyramid.levels,
+            self.decoder,
+            self.segmentation_head,
+            padding_of,
+            convs[-1].out_channels,
+        )
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Turn gradient checkpointing of the backbone on or off."""
