@@ -382,6 +382,7 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_image(image: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.undo()
     torch.manual_seed(0)

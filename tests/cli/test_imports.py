@@ -78,7 +78,7 @@ def test_what_cannot_be_imported_is_refused(module, refused, name, content, mess
 def test_an_unknown_attention_names_the_option(refused):
     options = ("--config", "embedded", "--run.output", "none", "--model.kwargs.attention", "mine")
     message = refused("train", *options)[1]
-    assert "unknown attention 'mine': choose one of angular, " in message
+    assert "unknown attention 'mine': choose one of agent, " in message
     assert message.endswith("or import the module that registers it (on the command line: --import MODULE)")
 
 

@@ -153,8 +153,8 @@ def test_fused_updates_are_those_of_single_operators(name: str, is_fused: bool) 
     models = [nn.Linear(5, 3), nn.Linear(5, 3)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [
-        make_optimizer(model, OptimizerConfig(name=name, lr=0.1), 512, fused=fused)
-        for model, fused in zip(models, (True, False), strict=True)
+        make_optimizer(model, OptimizerConfig(name=name, lr=0.1), 512, device)
+        for model, device in zip(models, ("cpu", "cuda"), strict=True)
     ]
     assert bool(optimizers[0].param_groups[0].get("fused")) == is_fused
     for _ in range(3):

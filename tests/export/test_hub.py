@@ -330,6 +330,7 @@ def test_an_upload_is_refused_before_any_work(
     assert "new is complete" in line
 
 
+@pytest.mark.slow
 def test_push_and_load_in_other_processes(home: Path, tmp_path: Path) -> None:
     """As users do it, with HF_ENDPOINT."""
     with serve_hub() as hub:

@@ -41,12 +41,3 @@ def test_built_on_a_device_and_in_a_dtype():
     mlp = DWConvMlp(4, 12, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in mlp.parameters()} == {("meta", torch.bfloat16)}
     assert mlp.conv.weight.shape == (12, 1, 3, 3)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_script():
-    mlp = DWConvMlp(4, 12)
-    scripted = torch.jit.script(mlp)
-    for prefix, size in ((1, (3, 5)), (0, (2, 4)), (3, (0, 0))):
-        x = torch.randn(2, prefix + size[0] * size[1], 4)
-        torch.testing.assert_close(scripted(x, size), mlp(x, size))

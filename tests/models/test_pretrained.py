@@ -73,7 +73,7 @@ def test_in_python_there_is_one_error_without_a_traceback_of_urllib(offline: Pat
 
 
 def test_the_example_of_the_guide(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "finetuning.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "finetuning.md").read_text(), re.DOTALL)
     exec(compile(code, "example", "exec"), {})
     assert capsys.readouterr().out.startswith(CLOUD)
 

@@ -138,8 +138,7 @@ def test_an_interrupted_run_continues_with_the_same_result(decoder, tmp_path):
         manifest = json.loads((state / "stream.json").read_text()) if (state / "stream.json").exists() else {}
         seen.add((manifest.get("stage"), manifest.get("passes"), len(manifest.get("gathered", ()))))
     # Interrupted within the backbone, and within the decoder.
-    assert len(seen) > 2
-    assert any(steps > 0 for _, _, steps in seen)
+    assert {steps > 0 for _, _, steps in seen} == {False, True}
     assert torch.equal(inlinevit.stream(model, image, chunk_rows=7, resume=state), expected)
     assert not state.exists()
 

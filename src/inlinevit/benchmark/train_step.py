@@ -109,7 +109,7 @@ def make_model(config: ClassificationConfig, attention: str) -> nn.Module:
 
 def make_step(config: ClassificationConfig, model: nn.Module, images: Tensor, *, compiled: bool) -> Callable[[], None]:
     """Return a training step of a model on a batch (batch, channels, height, width): forward, backward and update."""
-    optimizer = make_optimizer(model, config.optimizer, len(images), fused=True)
+    optimizer = make_optimizer(model, config.optimizer, len(images))
     labels = torch.arange(len(images)) % NUM_CLASSES
     if compiled:
         model.compile()

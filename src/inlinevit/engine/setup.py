@@ -27,6 +27,7 @@ from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import did_you_mean, require
 from .config import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, TrainConfig
 from .runs import recorded_attentions, require_attentions
+from .state import is_sharded
 
 # Optimizers of torch that can update all parameters by one operator.
 FUSED_OPTIMIZERS: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -258,15 +259,18 @@ def scale_lr(rate: float, optimizer: OptimizerConfig, total_batch: int) -> float
     return rate * total_batch / optimizer.lr_base_size if optimizer.lr_base_size else rate
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int, *, fused: bool = False) -> Optimizer:
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, total_batch: int, device: torch.device | str = "cpu"
+) -> Optimizer:
     """Return timm's optimizer, with its parameter groups.
 
     Args:
         model: Its parameters are updated.
         config: The optimizer and its rates.
         total_batch: Images of a step.
-        fused: Whether one operator updates all parameters, for optimizers that have it. On a CPU, torch would otherwise
-            call about ten operators for each parameter. Resumed runs keep to what they began with.
+        device: Where it is trained. On a CPU, one operator updates all parameters that are not sharded, for optimizers
+            that have it; torch would otherwise call about ten for each parameter. Resumed runs keep to what they began
+            with.
     """
     known = [str(name) for name in list_optimizers()]
     hint = did_you_mean(config.name, known) or "try adamw, lamb, lion or sgd"
@@ -282,7 +286,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, total_batch: int, 
         require(is_known or not is_given, f"optimizer {config.name} does not take optimizer.{name}: leave it out")
         if is_given or (is_known and "adam" in config.name.lower()):
             options[name] = value
-    if fused and info.opt_class in FUSED_OPTIMIZERS:
+    if torch.device(device).type == "cpu" and info.opt_class in FUSED_OPTIMIZERS and not is_sharded(model):
         options["fused"] = True
     try:
         return create_optimizer_v2(

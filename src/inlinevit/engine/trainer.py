@@ -92,8 +92,7 @@ class Trainer:
         )
         if run.fsdp:
             model = shard_model(model, self.accelerator)
-        on_cpu = self.accelerator.device.type == "cpu"
-        optimizer = make_optimizer(model, config.optimizer, self.total_batch, fused=on_cpu and not run.fsdp)
+        optimizer = make_optimizer(model, config.optimizer, self.total_batch, self.accelerator.device)
         self.scheduler, self.total_steps = make_scheduler(
             optimizer, config.schedule, config.optimizer, self.total_batch, self.steps_per_epoch
         )
