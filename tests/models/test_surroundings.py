@@ -115,13 +115,20 @@ def test_each_of_them_counts_and_gets_gradients(kind):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_can_be_plain_and_have_the_common_surroundings(attention):
-    plain = create_model("inline_deit_tiny", **DEIT, attention=attention, attn_kwargs=NOTHING)
+    kind = ATTENTIONS[attention]
+    settings = {**DEIT, "attention": attention}
+    if not kind.supports_prefix_tokens:
+        settings |= {"class_token": False, "global_pool": "avg"}
+    plain = create_model("inline_deit_tiny", **settings, attn_kwargs=NOTHING)
     for block in plain.stages[0].blocks:
         assert (block.attn.gate, block.attn.lepe, block.attn.rope, block.cpe) == (None, None, False, None)
         assert not isinstance(block.mlp, ResidualConvMlp)
-    common = create_model("inline_deit_tiny", **DEIT, attention=attention, attn_kwargs={**NOTHING, **COMMON})
+    common = create_model("inline_deit_tiny", **settings, attn_kwargs={**NOTHING, **COMMON})
     added = sum(p.numel() for p in common.parameters()) - sum(p.numel() for p in plain.parameters())
-    assert added == 2 * (32 * 32 + 32 + 9 * 32 + 32)
+    # The convolution of ViT³ is a further head.
+    inner = common.stages[0].blocks[0].attn.proj.in_features
+    assert inner == (48 if attention == "vit3" else 32)
+    assert added == 2 * (32 * inner + inner + 9 * inner + inner)
     assert common(images(64, 64)).shape == (2, 5)
 
 
@@ -130,6 +137,10 @@ def test_defaults_of_attentions():
         "mala": Surroundings(gate=True, lepe=5, rope=True),
         "rala": Surroundings(gate=True, lepe=5, rope=True),
         "polaformer": Surroundings(gate=True),
+        "agent": Surroundings(lepe=3),
+        "vit3": Surroundings(cpe=True),
+        "mhla": Surroundings(lepe=5),
+        "circulant": Surroundings(gate=True, cpe=True),
     }
 
 
