@@ -87,7 +87,7 @@ class CRows(Structure):
     ]
 
 
-ARGUMENTS = {
+ARGUMENTS: dict[str, list[Any]] = {
     "attention_f32": [POINTER(CAttention), *[c_void_p] * 5],
     "attention_f64": [POINTER(CAttention), *[c_void_p] * 5],
     "attention_backward_f32": [POINTER(CAttention), *[c_void_p] * 7],

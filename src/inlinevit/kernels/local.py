@@ -113,10 +113,11 @@ class LocalKernels(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments."""
         *tensors, state = ctx.saved_tensors
+        num_heads, windows = ctx.arguments
         # The kernel's own gradient can be neither differentiated (create_graph=True) nor batched.
         if torch.is_grad_enabled() or not torch._C._has_storage(grad):
-            return (*differentiable_gradients(grad, tensors, *ctx.arguments), None, None)
-        return (*compute_gradients(grad, tensors, state, *ctx.arguments, ctx.needs_input_grad[0]), None, None)
+            return (*differentiable_gradients(grad, tensors, num_heads, windows), None, None)
+        return (*compute_gradients(grad, tensors, state, num_heads, windows, ctx.needs_input_grad[0]), None, None)
 
 
 def compute_gradients(

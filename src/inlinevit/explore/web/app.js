@@ -338,7 +338,8 @@ function drawColumn(card, { column, attention, local, isAdded, total, center }, 
   badge.textContent = "the model's own";
   const headText = head === MEAN ? "mean of heads" : `head ${head + 1} of ${column.heads}`;
   const kind = app.mode === "models" && NAMES[column.kind] !== title ? `${NAMES[column.kind] ?? column.kind} · ` : "";
-  card.querySelector(".map-subtitle").textContent = `${kind}${layer.name} · ${headText}`;
+  const subtitle = card.querySelector(".map-subtitle");
+  subtitle.textContent = subtitle.title = `${kind}${layer.name} · ${headText}`;
   const canvas = card.querySelector(".map-canvas");
   drawMap(canvas, { values: total, size, query: column.query, probe, confused: confused ?? [], center, limit });
   drawLegend(card.querySelector(".map-legend"));
