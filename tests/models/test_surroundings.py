@@ -115,30 +115,33 @@ def test_each_of_them_counts_and_gets_gradients(kind):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_can_be_plain_and_have_the_common_surroundings(attention):
-    arguments = {**DEIT, "attention": attention}
-    if not ATTENTIONS[attention].supports_prefix_tokens:
-        arguments |= {"class_token": False, "global_pool": "avg"}
-    plain = create_model("inline_deit_tiny", **arguments, attn_kwargs=NOTHING)
+    kind = ATTENTIONS[attention]
+    settings = {**DEIT, "attention": attention}
+    if not kind.supports_prefix_tokens:
+        settings |= {"class_token": False, "global_pool": "avg"}
+    plain = create_model("inline_deit_tiny", **settings, attn_kwargs=NOTHING)
     for block in plain.stages[0].blocks:
         assert (block.attn.gate, block.attn.lepe, block.attn.rope, block.cpe) == (None, None, False, None)
         assert not isinstance(block.mlp, ResidualConvMlp)
-    common = create_model("inline_deit_tiny", **arguments, attn_kwargs={**NOTHING, **COMMON})
+    common = create_model("inline_deit_tiny", **settings, attn_kwargs={**NOTHING, **COMMON})
     added = sum(p.numel() for p in common.parameters()) - sum(p.numel() for p in plain.parameters())
-    # ViT³ has an extra head.
-    width = common.stages[0].blocks[0].attn.proj.in_features
-    assert added == 2 * (32 * width + width + 9 * width + width)
+    # The convolution of ViT³ is a further head.
+    inner = common.stages[0].blocks[0].attn.proj.in_features
+    assert inner == (40 if attention == "vit3" else 32)
+    assert added == 2 * (32 * inner + inner + 9 * inner + inner)
     assert common(images(64, 64)).shape == (2, 5)
 
 
 def test_defaults_of_attentions():
-    for name, surroundings in (
-        ("inline", Surroundings()),
-        ("focused", Surroundings()),
-        ("mala", Surroundings(gate=True, lepe=5, rope=True)),
-        ("rala", Surroundings(gate=True, lepe=5, rope=True)),
-        ("polaformer", Surroundings(gate=True)),
-    ):
-        assert ATTENTIONS[name].surroundings == surroundings
+    assert {name: kind.surroundings for name, kind in ATTENTIONS.items() if kind.surroundings != Surroundings()} == {
+        "mala": Surroundings(gate=True, lepe=5, rope=True),
+        "rala": Surroundings(gate=True, lepe=5, rope=True),
+        "polaformer": Surroundings(gate=True),
+        "agent": Surroundings(lepe=3),
+        "vit3": Surroundings(cpe=True),
+        "mhla": Surroundings(lepe=5),
+        "circulant": Surroundings(gate=True, cpe=True),
+    }
 
 
 @pytest.mark.parametrize("name", ["mala_deit_tiny", "rala_deit_tiny"])
