@@ -13,8 +13,6 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Elements of a chunk beyond which larger ones are not faster.
 CHUNK_ELEMENTS = 2**22
-# The same for the steps of decoders, which compute several maps at once.
-STEP_ELEMENTS = 2**24
 # Bytes for what is computed a few tokens at a time: hidden layers of MLPs, windows.
 WORKSPACE = 48 * 10**6
 # Bytes beyond the budget: what libraries keep for themselves, and memory that is freed but not given back.
@@ -88,7 +86,7 @@ class StepSize(NamedTuple):
 
     def most_rows(self, available: int) -> int:
         """Return the rows of a chunk that fits into so many bytes, and is not larger than useful."""
-        rows = self.round_rows(max(8, -(-STEP_ELEMENTS // self.row_floats)))
+        rows = self.round_rows(max(8, -(-CHUNK_ELEMENTS // self.row_floats)))
         while rows > 1 and self.chunk_bytes(rows) > available:
             rows -= max(1, rows // 8)
         return rows

@@ -5,6 +5,7 @@ need again: rows above the next ones of a convolution or of an interpolation, an
 read. So a whole graph of layers is computed in one pass, in the memory of a few rows of each map.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
@@ -17,6 +18,8 @@ from ..utils.memory import FLOAT_BYTES
 from .run_pass import hide_background
 from .token_map import TokenMap
 
+# Memory in relation to that of all tensors that exist at once: there are gaps between them that no tensor fits into.
+GAPS = 1.5
 # (first row, row after the last one).
 Span = tuple[int, int]
 
@@ -146,7 +149,7 @@ class RowMap(ABC):
         """Return the memory that computing with so many rows at a time takes, of this map and its inputs."""
         kept: dict[int, int] = {}
         peak = self._peak_floats(rows, kept)
-        return FLOAT_BYTES * (peak + sum(kept.values()))
+        return math.ceil(GAPS * FLOAT_BYTES * (peak + sum(kept.values())))
 
     def _peak_floats(self, rows: int, kept: dict[int, int]) -> int:
         """Return the numbers that exist at once, without those that maps keep, which are added to `kept` by map."""
