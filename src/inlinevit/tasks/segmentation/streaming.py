@@ -56,11 +56,13 @@ def stream_labels_command(
     probabilities = None if streamed.probabilities is None else check_output_file(streamed.probabilities, inputs)
     check_map_files(output, probabilities)
     predictor: SegmentationPredictor = task.load_predictor(fetch_source(model), options)
+    network: Any = predictor.model
     require(
-        isinstance(predictor.model, SegmentationNetwork),
+        isinstance(network, SegmentationNetwork),
         f"{model} cannot be streamed: name the run of a segmentation model",
     )
-    check_backbone(predictor.model, predictor.model.streamed_parts().body)
+    # Before it is optimized, which is for models of inlinevit as well.
+    check_backbone(network, network.streamed_parts().body)
     labels = predictor.labels
     with open_source(images[0], predictor, options.data, streamed) as source:
         mask = token_mask(source, STRIDES[0], options.data, streamed)
@@ -73,7 +75,7 @@ def stream_labels_command(
             mask=None if mask is None else mask.numpy(),
             mask_stride=STRIDES[0],
         )
-        run_stream(predictor.model, source, mask, {"logits": sink}, streamed)
+        run_stream(network, source, mask, {"logits": sink}, streamed)
     width, height = sink.size
     total = max(1, int(sink.counts.sum()))
     shares = [(one.name, count / total) for one, count in zip(labels.classes, sink.counts, strict=True)]
