@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import socket
 import tomllib
 
 import numpy as np
@@ -64,12 +65,24 @@ SMALLER = {
 def test_python_blocks_run(code, request, monkeypatch):
     if "inlinevit.load(" in code:
         monkeypatch.chdir(request.getfixturevalue("runs"))
+    if "PretrainedWeightsError" in code:
+        # It shows what happens without a connection.
+        monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     exec(compile(code, "block", "exec"), {})
+
+
+def test_no_python_block_is_left_out():
+    """`py` would be highlighted as well, but not run."""
+    assert [path.name for path in FILES if "```py\n" in path.read_text()] == []
+
+
+def unreachable(*arguments, **options):
+    raise socket.gaierror("no connection")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with photos and the runs that the documents load: the first of the README, a detector, a segmenter."""
+    """A folder with photos and the models that the documents load: a classifier, also to share, a detector, …."""
     folder = tmp_path_factory.mktemp("runs")
     generator = np.random.default_rng(0)
     (folder / "photos").mkdir()
@@ -78,6 +91,7 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         cli.main(shortened(next(words for words in shell_lines(OVERVIEW) if words[:2] == ["inlinevit", "train"])))
+        cli.main(["hub", "runs/first", "--output", "shared"])
     make_detection_run(folder / "runs/detector", box_score_thresh=0.0)
     make_segmentation_run(folder / "runs/segmenter")
     write_model(folder / "model.onnx")
@@ -155,13 +169,15 @@ def test_every_command_line_of_the_documents_is_understood(words, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     if words[0] == "make":
         return  # tests/test_packaging.py
+    # In the environment of a clone.
+    words = [word.removeprefix(".venv/bin/") for word in words]
     if words[:2] == ["pip", "install"]:
         extras = [extra for word in words for extra in re.findall(r"(?:inlinevit|\.)\[([a-z,]+)\]", word)]
         assert extras
         assert {name for names in extras for name in names.split(",")} <= EXTRAS.keys()
         return
     if "inlinevit" not in words:
-        assert words[0] in ("for", "do", "done", "python", "done;"), words
+        assert words[0] in ("for", "do", "done", "python", "done;", "git"), words
         return
     found = resolve(words[words.index("inlinevit") + 1 :])
     assert isinstance(found.target, Command)
@@ -174,6 +190,13 @@ def test_every_command_line_of_the_documents_is_understood(words, tmp_path, monk
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) < 150
+
+
+def test_the_readme_leads_to_a_clicked_patch_in_three_commands():
+    (block,) = [block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "make demo" in block]
+    commands = [line.partition("#")[0].split() for line in block.splitlines()]
+    assert commands[0][:2] == ["git", "clone"]
+    assert commands[1:3] == [["make", "demo"], [".venv/bin/inlinevit", "explore", "runs/demo"]]
 
 
 @pytest.mark.parametrize("file", [*FILES[1:], *sorted(ROOT.glob("*.md"))], ids=lambda path: path.name)
@@ -196,6 +219,8 @@ def test_notebooks_run(notebook, tmp_path):
     nbclient.NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = json.dumps([cell.get("outputs") for cell in content.cells])
     assert "predicted as" in printed
+    assert 'install \\"ipywidgets' not in printed
+    assert "\\u001b" not in printed
 
 
 def test_notebooks_store_their_output():
@@ -204,3 +229,7 @@ def test_notebooks_store_their_output():
     for notebook in NOTEBOOKS:
         cells = json.loads(notebook.read_text())["cells"]
         assert any(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+        # Text: neither notices of missing widgets nor escape codes of a terminal.
+        stored = json.dumps([cell["outputs"] for cell in cells if cell["cell_type"] == "code"])
+        assert "ipywidgets" not in stored
+        assert "\\u001b" not in stored

@@ -86,6 +86,36 @@ class IgnoresLepe(Free):
     supports_lepe = True
 
 
+class IgnoresGate(Free):
+    supports_gate = True
+
+
+class GatesTheMapAlone(Good):
+    supports_gate = True
+
+    def apply_gate(self, out, x):
+        prefix = x.shape[1] - 35
+        return torch.cat([out[:, :prefix], super().apply_gate(out[:, prefix:], x[:, prefix:])], dim=1)
+
+
+class IgnoresRope(Free):
+    supports_rope = True
+
+
+class RotatesPrefixTokens(Good):
+    def project_qkv(self, x, feat_size, first_row=0):
+        height, width = feat_size
+        prefix = x.shape[1] - height * width
+        return super().project_qkv(x, (height * width + prefix, 1) if prefix > 0 else feat_size, first_row)
+
+
+class TakesAnything(Good):
+    supports_gate = False
+
+    def __init__(self, dim, num_heads, gate: bool = False, **kwargs):
+        super().__init__(dim, num_heads, **kwargs)
+
+
 class UnusedParameter(Good):
     def __init__(self, dim, num_heads, **kwargs):
         super().__init__(dim, num_heads, **kwargs)
@@ -199,6 +229,11 @@ CASES = [
     ("windows", SeesAllWindows, "tokens of one window have no influence on the other windows"),
     ("windows", SeesPadding, "keys at padding have no influence on attend"),
     ("lepe", IgnoresLepe, "self.lepe is added before the projection"),
+    ("construction", TakesAnything, "supports_gate is False, so the constructor refuses gate"),
+    ("gate", IgnoresGate, "self.gate of the tokens is multiplied before the projection"),
+    ("gate", GatesTheMapAlone, "self.gate of the tokens is multiplied before the projection"),
+    ("rope", IgnoresRope, "rope changes every output"),
+    ("rope", RotatesPrefixTokens, "neither they nor the token at .0, 0. are rotated"),
     ("gradients", UnusedParameter, "extra.weight gets a gradient"),
     ("gradients", WrongGradient, "is the derivative of forward"),
     ("batch", MixesImages, "an image gives the same alone and in a batch"),

@@ -1,7 +1,7 @@
 """Build the wheel and the sdist, install the wheel into an empty environment, and try it: `make dist-test`.
 
-The environment is build/dist-test; it has the package, its extras `train`, and nothing of this repository. The sdist is
-unpacked and must hold what its own tests and documentation need. Takes some minutes, most of them to install torch.
+The environment is build/dist-test; it has the package, its extra `explore`, and nothing of this repository. The sdist
+must hold what its own tests and documentation need. Takes some minutes, most of them to install torch.
 """
 
 import argparse
@@ -30,6 +30,7 @@ COMMANDS = (
     ["eval", "run"],
     ["hub", "run", "--output", "shared"],
     ["predict", "local-dir:shared", "photo.png"],
+    ["explore", "run", "local-dir:shared", "--images", "photo.png", "--static", "site"],
 )
 SCRIPT = """
 import inlinevit, numpy, timm, torch
@@ -40,6 +41,8 @@ model = timm.create_model("inline_deit_tiny")
 assert model(torch.randn(1, 3, 64, 96)).shape == (1, 1000)
 print("inlinevit", inlinevit.__version__, "of", inlinevit.__file__)
 """
+# Files of the page that the last command writes.
+PAGES = ("site/index.html", "site/web/app.js", "site/web/style.css", "site/state.json")
 # Files of the sdist that are not code.
 NEEDED = ("README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "constraints.txt", "mkdocs.yml", "docs")
 
@@ -85,7 +88,7 @@ def main() -> None:
     python = str(environment / "bin" / "python")
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
     run([*pip, "--force-reinstall", "--no-deps", str(wheel)])
-    run([*pip, f"{wheel}[train]"])
+    run([*pip, f"{wheel}[explore]"])
     place = HOME / "place"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -93,6 +96,9 @@ def main() -> None:
     run([python, "-c", SCRIPT], cwd=place, env=clean)
     for arguments in COMMANDS:
         run([str(environment / "bin" / "inlinevit"), *arguments], cwd=place, env=clean)
+    missing = [name for name in PAGES if not (place / name).is_file()]
+    if missing:
+        sys.exit(f"the wheel lacks the page of the explorer: {', '.join(missing)}")
     print(f"{wheel.name} works in an empty environment")
 
 

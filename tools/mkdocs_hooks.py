@@ -19,6 +19,8 @@ PAGES = {
     "security.md": "SECURITY.md",
 }
 LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
+# A link whose text is the name of a document, which readers of the site do not see.
+NAMED = re.compile(r"\[(?:docs/)?[\w/]+\.md\](?=\(([^)#\s]+\.md))")
 # Longer output of a cell is cut.
 MOST_LINES = 30
 
@@ -52,7 +54,17 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
             return match[0]
         return posixpath.relpath(inside, posixpath.dirname(name) or ".") + anchor
 
-    return LINK.sub(rewrite, markdown)
+    def name_by_title(match: re.Match[str]) -> str:
+        title = title_of(ROOT / posixpath.normpath(posixpath.join(here, match[1])))
+        return f"[{title}]" if title else match[0]
+
+    return LINK.sub(rewrite, NAMED.sub(name_by_title, markdown))
+
+
+def title_of(document: Path) -> str:
+    """Return the first heading of a document; "" if there is none."""
+    lines = document.read_text().splitlines() if document.is_file() else []
+    return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), "")
 
 
 def notebook_page(notebook: Path) -> str:

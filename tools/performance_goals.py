@@ -158,6 +158,25 @@ GOALS = [
     ),
 ]
 
+# What the README shows of them: the words before the sizes, by title.
+README_TITLES = {
+    "DeiT-T over the best softmax, float32, one image": "DeiT-T at",
+    "DeiT-T over the best softmax, int8, one image": "DeiT-T in int8 at",
+    "PVT-S over the best softmax, one image": "PVT-S at",
+    "Swin-T with window 56 over the best softmax with window 7": "Swin-T, softmax with its usual window of 7, at",
+}
+
+
+def readme_table(records: Mapping[str, Results]) -> Table:
+    """Return the speed-ups that the README shows; records as for goals_table()."""
+    rows = []
+    for title, shown in README_TITLES.items():
+        (goal,) = [one for one in GOALS if one.title == title]
+        results = records.get(goal.record)
+        ratios = [None if results is None else case.ratio(results) for case in goal.cases]
+        rows.append((f"{shown} {' / '.join(case.name for case in goal.cases)}", joined(ratios)))
+    return Table(("InLine over the fastest softmax of any runtime", "speed-up"), rows, "Speed-ups")
+
 
 def goals_table(records: Mapping[str, Results]) -> Table:
     """Return each goal with what was measured.

@@ -1,17 +1,17 @@
-"""Rewrite the tables and figures of docs/performance.md from docs/performance/*.json.
+"""Rewrite the tables and figures of docs/performance.md, and a table of README.md, from docs/performance/*.json.
 
 python tools/performance_page.py
 
 The tables of docs/performance/NAME.json go between <!-- NAME --> and <!-- /NAME -->. Between <!-- goals -->,
 <!-- plain --> and <!-- machine --> and their ends are tables that are made from several records or from a part of one.
-The rest of the page is kept.
+Between <!-- speed --> and <!-- /speed --> of README.md is a table of speed-ups. The rest of both pages is kept.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from performance_goals import goals_table
+from performance_goals import goals_table, readme_table
 
 from inlinevit.benchmark.plots import make_figure
 from inlinevit.benchmark.report import make_markdown
@@ -19,7 +19,9 @@ from inlinevit.benchmark.results import Results, read_results
 from inlinevit.benchmark.tables import best_table, machine_table
 from inlinevit.report import markdown_table, replace_between, svg_bytes
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 NOT_RECORDED = "Not recorded yet.\n"
 
 
@@ -27,6 +29,7 @@ def main() -> None:
     """Rewrite the page and its figures."""
     records = record_paths(PAGE)
     PAGE.write_text(rewritten(PAGE.read_text(), records))
+    README.write_text(rewritten_readme(README.read_text(), records))
     for path in records:
         path.with_suffix(".svg").write_bytes(svg_bytes(make_figure(read_results(path)[0])[0]))
     print(f"{PAGE} has the tables of {len(records)} records")
@@ -48,6 +51,12 @@ def rewritten(page: str, paths: list[Path]) -> str:
     page = replace_between(page, "plain", plain_section(results))
     machines = f"{markdown_table(machine_table(records))}\n" if records else NOT_RECORDED
     return replace_between(page, "machine", machines)
+
+
+def rewritten_readme(readme: str, paths: list[Path]) -> str:
+    """Return the README with the speed-ups of these records."""
+    results = {path.stem: read_results(path)[0] for path in paths}
+    return replace_between(readme, "speed", f"{markdown_table(readme_table(results))}\n")
 
 
 def plain_section(records: Mapping[str, Results]) -> str:

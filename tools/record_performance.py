@@ -29,10 +29,12 @@ class Record:
     Attributes:
         command: The words after `python`.
         minutes: About how long it takes on two cores.
+        threads: Threads of each runtime; None = those of --threads.
     """
 
     command: str
     minutes: int
+    threads: int | None = None
 
 
 # The most important ones first.
@@ -69,9 +71,15 @@ COMMANDS = {
     "training": Record(
         f"tools/against_revision.py {BEFORE_KERNELS} --batch 8 --backward --modes eager --rounds 10 --patience 15", 2
     ),
+    # One thread: one that waits for another takes processor time as well.
+    "training-step": Record(
+        "tools/training_step.py cifar10 --attentions inline softmax --modes eager compiled --rounds 150", 5, threads=1
+    ),
     "accuracy": Record(f"{BENCH} accuracy --modes optimized openvino --rounds 10 --patience 5", 6),
     "runtimes": Record(f"{BENCH} model --sizes 224 --batches 1 --modes {ALL_RUNTIMES} --rounds 50 --patience 15", 2),
     "export": Record(f"{BENCH} model {EXPORTED} --modes {EXPORTED_MODES} --rounds 20 --patience 12", 12),
+    # For docs/results.md: accuracy over time.
+    "attentions": Record(f"{BENCH} attentions --modes eager optimized --rounds 20 --patience 20", 5),
     "detection": Record(f"{BENCH} detection --rounds 3", 4),
     "detection-training": Record(f"{BENCH} detection --backward --rounds 2", 12),
 }
@@ -93,7 +101,8 @@ def main() -> None:
             print(f"{name}: kept")
     print(f"{len(names)} to measure, in about {sum(COMMANDS[name].minutes for name in names)} minutes", flush=True)
     for name in names:
-        words = [*shlex.split(COMMANDS[name].command), "--threads", str(options.threads)]
+        threads = COMMANDS[name].threads or options.threads
+        words = [*shlex.split(COMMANDS[name].command), "--threads", str(threads)]
         words += ["--output", str(RAW), "--name", name]
         print(f"{name}, about {COMMANDS[name].minutes} minutes: {shlex.join(['python', *words])}", flush=True)
         started = time.monotonic()

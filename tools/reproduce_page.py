@@ -1,29 +1,45 @@
-"""Rewrite the tables of docs/results.md from docs/reproduce/results.json: python tools/reproduce_page.py [RECORD].
+"""Rewrite tables and figures of docs/results.md from the records in docs/: python tools/reproduce_page.py [RECORD].
 
-If RECORD is given, the OUTPUT/results.json of `inlinevit reproduce`, it becomes the new record. Tables go between
-<!-- reproduce --> and <!-- /reproduce -->, and between the marks <!-- reproduce-NAME --> of each study. The rest of the
-page is kept.
+docs/reproduce/results.json is the record of `inlinevit reproduce`. If RECORD is given, the OUTPUT/results.json of that
+command, it becomes the new record; before there is one, all tables are empty. docs/reproduce/results-1000-steps.json is
+that of the former, shorter runs, and docs/performance/attentions.json that of `inlinevit bench attentions`. Tables go
+between marks such as <!-- reproduce --> and <!-- /reproduce -->. The rest of the page is kept.
 """
 
 import argparse
 from pathlib import Path
 
-from inlinevit.experiments.reproduce.record import read_record
-from inlinevit.experiments.reproduce.tables import rewritten
+from inlinevit.benchmark.results import Results, read_results
+from inlinevit.experiments.reproduce.document import figure_path, make_figures, rewritten
+from inlinevit.experiments.reproduce.record import Record, empty_record, read_record
+from inlinevit.report import svg_bytes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, RECORD = DOCS / "results.md", DOCS / "reproduce" / "results.json"
+
+
+def read_records(docs: Path) -> tuple[Record, Record, Results | None]:
+    """Return the record of the studies, that of the shorter runs, and that of times, if there is one."""
+    own, times = docs / "reproduce" / "results.json", docs / "performance" / "attentions.json"
+    return (
+        read_record(own) if own.exists() else empty_record(),
+        read_record(docs / "reproduce" / "results-1000-steps.json"),
+        read_results(times)[0] if times.exists() else None,
+    )
 
 
 def main() -> None:
-    """Copy the new record, if one is given, and rewrite the page."""
+    """Copy the new record, if one is given, and rewrite the page and its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", type=Path, metavar="RECORD", help="such as runs/reproduce/results.json")
-    record = read_record(parser.parse_args().record or RECORD)
-    page = rewritten(PAGE.read_text(), record)
-    record.write(RECORD)
-    PAGE.write_text(page)
-    print(f"{PAGE} has the tables of {RECORD}")
+    given = parser.parse_args().record
+    if given is not None:
+        read_record(given).write(DOCS / "reproduce" / "results.json")
+    record, former, times = read_records(DOCS)
+    page = DOCS / "results.md"
+    page.write_text(rewritten(page.read_text(), record, former, times))
+    for name, figure in make_figures(record, times).items():
+        figure_path(DOCS, name).write_bytes(svg_bytes(figure))
+    print(f"{page} has the tables of {DOCS / 'reproduce'}")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,20 @@ from torch import Tensor, nn
 from .layers import Block, CrossStripes, SquareWindows, WholeMap
 from .layers._inference_block import attend_prefix
 from .layers.base_attention import BaseAttention, join_head_groups
-from .layers.registry import ATTENTIONS, attention_name, contract_problem, find_attention, overrides
+from .layers.registry import (
+    ATTENTIONS,
+    attention_name,
+    constructor_types,
+    contract_problem,
+    find_attention,
+    overrides,
+)
 from .models.inference import optimize_for_inference
 from .models.inline_cswin import InLineCSWin
 from .models.inline_deit import InLineDeiT
 from .models.inline_pvt import InLinePVT
 from .models.inline_swin import InLineSwin
+from .ops import apply_weights
 from .ops.local import add_convolution
 from .ops.windows import merge_heads, padding_mask, window_reverse
 
@@ -90,6 +98,7 @@ class Subject:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            module.project_parameters()
         return module
 
     def tokens(self, count: int, batch: int = 2, dim: int | None = None, seed: int = 1) -> Tensor:
@@ -100,6 +109,11 @@ class Subject:
     def prefixes(self, *counts: int) -> list[int]:
         """Return numbers of prefix tokens: 0, and these if it takes any."""
         return [0, *counts] if self.kind.supports_prefix_tokens else [0]
+
+    def takes(self, option: str) -> bool:
+        """Return whether it takes `gate` or `rope`: the class does, and the constructor passes it on."""
+        supported = self.kind.supports_gate if option == "gate" else self.kind.supports_rope
+        return supported and option in constructor_types(self.kind)
 
     def layouts(self) -> dict[str, nn.Module]:
         """Return the layouts that it takes, by name."""
@@ -129,7 +143,9 @@ def check_construction(subject: Subject) -> None:
     for is_supported, flag, arguments in (
         (kind.supports_windows, "supports_windows", {"layout": SquareWindows(WINDOW, shifted=False)}),
         (kind.supports_prefix_tokens, "supports_prefix_tokens", {"num_prefix_tokens": 1}),
-        (kind.supports_lepe, "supports_lepe", {"lepe": True}),
+        (kind.supports_lepe, "supports_lepe", {"lepe": 3}),
+        (kind.supports_gate or "gate" not in constructor_types(kind), "supports_gate", {"gate": True}),
+        (kind.supports_rope or "rope" not in constructor_types(kind), "supports_rope", {"rope": True}),
     ):
         if not is_supported:
             what = f"{flag} is False, so the constructor refuses {', '.join(arguments)} with a ValueError"
@@ -222,11 +238,12 @@ def check_windows(subject: Subject) -> None:
 
 
 def check_lepe(subject: Subject) -> None:
-    """`lepe=True` adds a depthwise 3×3 convolution of the values to the map."""
+    """`lepe=3` adds a depthwise 3×3 convolution of the values to the map."""
     if not subject.kind.supports_lepe:
         return
     for name, layout in subject.layouts().items():
-        module = subject.random(layout=layout, lepe=True)
+        module = subject.random(layout=layout, lepe=3)
+        module.gate = None
         lepe = module.lepe
         expect(lepe is not None, "the constructor of BaseAttention gets lepe, and makes self.lepe")
         assert lepe is not None
@@ -236,8 +253,45 @@ def check_lepe(subject: Subject) -> None:
             first = module(x, SIZE)
             lepe.bias += 1
             # A bias of the convolution is the same for all tokens; the output projection maps it.
-            expected = first + F.linear(torch.ones(subject.dim, dtype=x.dtype), module.proj.weight)
+            expected = first + F.linear(torch.ones(module.proj.in_features, dtype=x.dtype), module.proj.weight)
             expect_close(module(x, SIZE), expected, f"self.lepe is added before the projection, with {name}")
+
+
+def check_gate(subject: Subject) -> None:
+    """`gate=True` multiplies what is projected at the end, of all tokens, by `self.gate` of the same tokens."""
+    if not subject.takes("gate"):
+        return
+    for name, layout in subject.layouts().items():
+        for prefix in subject.prefixes(1) if name == "the whole map" else [0]:
+            gated = subject.random(layout=layout, gate=True)
+            expect(gated.gate is not None, "the constructor of BaseAttention gets gate, and makes self.gate")
+            assert gated.gate is not None
+            gated.add_module("proj", nn.Identity())
+            plain = deepcopy(gated)
+            plain.gate = None
+            x, kernel_tokens = (subject.tokens(prefix + SIZE[0] * SIZE[1], seed=seed) for seed in (1, 2))
+            with torch.no_grad():
+                expected = plain(x, SIZE, kernel_tokens) * gated.gate(x)
+                promise = f"self.gate of the tokens is multiplied before the projection, with {name} (project_out)"
+                expect_close(gated(x, SIZE, kernel_tokens), expected, promise)
+
+
+def check_rope(subject: Subject) -> None:
+    """`rope=True` rotates queries and keys by their places: it counts on a map, but not on one of a single token."""
+    if not subject.takes("rope"):
+        return
+    for name, layout in subject.layouts().items():
+        for prefix in subject.prefixes(2) if name == "the whole map" else [0]:
+            rotated = subject.random(layout=layout, rope=True)
+            plain = deepcopy(rotated)
+            plain.rope = False
+            with torch.no_grad():
+                x = subject.tokens(prefix + 1)
+                promise = f"with {name} and {prefix} prefix tokens, neither they nor the token at (0, 0) are rotated"
+                expect_close(rotated(x, (1, 1)), plain(x, (1, 1)), promise)
+                x = subject.tokens(prefix + SIZE[0] * SIZE[1])
+                difference = (rotated(x, SIZE) - plain(x, SIZE)).abs().amax(dim=(0, 2))
+                expect(difference.min() > 1e-9, f"with {name} and {prefix} prefix tokens, rope changes every output")
 
 
 def check_gradients(subject: Subject) -> None:
@@ -396,21 +450,21 @@ def forward_by_weights(module: BaseAttention, x: Tensor, kernel_tokens: Tensor, 
     outputs = []
     for q, k, v, windows in module.partition(x, SIZE):
         rows = [
-            module.attention_weights(q[:, :, first : first + chunk], k, v, windows, first=first) @ v
+            apply_weights(module.attention_weights(q[:, :, first : first + chunk], k, v, windows, first=first), v)
             for first in range(0, q.shape[2], chunk)
         ]
         out = merge_heads(torch.cat(rows, dim=2))
         kernels = module.local_kernels(kernel_tokens, windows), module.static_kernels(windows)
         outputs.append(window_reverse(add_convolution(out, v, *kernels, windows), windows))
-    return module.proj(join_head_groups(outputs))
+    return module.project_out(join_head_groups(outputs), x)
 
 
 def check_masks(module: BaseAttention, q: Tensor, k: Tensor, v: Tensor, windows: Any, layout: str) -> None:
     """Check attn_mask of attention_weights for one head group."""
     weights = module.attention_weights(q, k, v, windows)
     queries, count = q.shape[2], k.shape[2]
-    shape = (*q.shape[:2], queries, count)
-    expect(weights.shape == shape, f"attention_weights are (batch · windows, heads, queries, tokens), {shape}")
+    shape = (q.shape[0], q.shape[1] * module.matrices_per_head, queries, count)
+    expect(weights.shape == shape, f"attention_weights are (batch · windows, matrices, queries, tokens), {shape}")
     mask = torch.rand(1, 1, queries, count, generator=torch.Generator().manual_seed(3)) < 0.6
     mask[..., 2, :] = False
     masked = module.attention_weights(q, k, v, windows, mask)
@@ -509,6 +563,8 @@ ATTENTION_CHECKS: dict[str, Callable[[Subject], None]] = {
         check_wrong_inputs,
         check_windows,
         check_lepe,
+        check_gate,
+        check_rope,
         check_gradients,
         check_batch,
         check_purity,

@@ -6,9 +6,10 @@ import re
 import pytest
 
 from inlinevit.benchmark import candidates, machine, studies
-from inlinevit.benchmark.options import ALL_MODES, BENCHES, FAMILIES, OPTIONS_HELP
+from inlinevit.benchmark.options import ALL_MODES, ATTENTION_MODELS, BENCHES, FAMILIES, OPTIONS_HELP
 from inlinevit.benchmark.runtimes import MODES
 from inlinevit.benchmark.studies import COMPARISONS, published_top1, run_bench
+from inlinevit.layers import ATTENTIONS
 from inlinevit.models.catalog import CATALOG
 from tests import slow_except
 
@@ -93,6 +94,10 @@ def test_options_override_what_is_quick_and_that_the_defaults():
 def test_wrong_options_are_refused(what, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         run_bench(what, **options)
+
+
+def test_all_attentions_are_measured():
+    assert {name.removesuffix("_deit_tiny") for name in ATTENTION_MODELS} == set(ATTENTIONS)
 
 
 def test_options_name_all_benches_and_modes():

@@ -31,6 +31,8 @@ streaming_tool = load_tool("record_streaming")
 def test_the_page_agrees_with_its_records():
     text, records = page_tool.PAGE.read_text(), page_tool.record_paths(page_tool.PAGE)
     assert page_tool.rewritten(text, records) == text, "run make bench"
+    readme = page_tool.README.read_text()
+    assert page_tool.rewritten_readme(readme, records) == readme, "run make bench"
     for path in records:
         assert path.with_suffix(".svg").exists(), "run make bench"
 
@@ -62,6 +64,8 @@ def page(tmp_path, monkeypatch):
     path = tmp_path / "speed.md"
     path.write_text(f"Before\n{MARKS}<!-- some-models -->\nold\n<!-- /some-models -->\nAfter\n")
     monkeypatch.setattr(page_tool, "PAGE", path)
+    monkeypatch.setattr(page_tool, "README", tmp_path / "README.md")
+    page_tool.README.write_text("Before\n<!-- speed -->\n<!-- /speed -->\nAfter\n")
     return path
 
 
@@ -76,6 +80,9 @@ def test_tables_go_between_the_marks_and_the_rest_stays(page):
     assert "(speed/some-models.svg)" in text
     assert "A Processor, 4 cores" in text
     assert (page.parent / "speed" / "some-models.svg").exists()
+    readme = page_tool.README.read_text()
+    assert "| PVT-S at 224² / 512² | – / – |" in readme
+    assert readme.endswith("<!-- /speed -->\nAfter\n")
     page_tool.main()
     assert page.read_text() == text
 

@@ -148,6 +148,25 @@ def test_options_reach_the_optimizer() -> None:
     assert make_optimizer(nn.Linear(2, 2), OptimizerConfig(name="lion"), 128).param_groups[0]["betas"] == (0.9, 0.99)
 
 
+@pytest.mark.parametrize(("name", "is_fused"), [("adamw", True), ("sgd", True), ("lion", False), ("lamb", False)])
+def test_fused_updates_are_those_of_single_operators(name: str, is_fused: bool) -> None:
+    models = [nn.Linear(5, 3), nn.Linear(5, 3)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        make_optimizer(model, OptimizerConfig(name=name, lr=0.1), 512, fused=fused)
+        for model, fused in zip(models, (True, False), strict=True)
+    ]
+    assert bool(optimizers[0].param_groups[0].get("fused")) == is_fused
+    for _ in range(3):
+        x = torch.randn(4, 5)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value"), [("sgd", "betas", (0.8, 0.7)), ("sgd", "eps", 1e-3), ("lion", "eps", 1e-3)]
 )

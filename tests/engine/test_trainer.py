@@ -22,7 +22,7 @@ from inlinevit.engine.setup import enable_grad_checkpointing
 from inlinevit.engine.trainer import Diverged, Stopped, Trainer
 from inlinevit.utils import atomic as files
 from tests.engine.running import Server, assert_same_run, final_tensors, metric_lines
-from tests.engine.toy import Mlp, ToySamples, make_trainer, settings
+from tests.engine.toy import MODELS, Mlp, ToySamples, make_trainer, settings
 
 
 def steps_of(output: Path) -> list[int]:
@@ -509,3 +509,34 @@ def test_loss_is_a_number_everywhere(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 24
     assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_parameters_stay_where_they_are_defined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay) -> None:
+    """The coefficients of MHLA are in [0, 1] after each step, in the model and in its EMA copy."""
+    options = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    monkeypatch.setitem(MODELS, "mhla_deit_tiny", options)
+    trainer = make_trainer(
+        settings(
+            tmp_path / "run", toy__model="mhla_deit_tiny", optimizer__lr=0.2, schedule__warmup=0, run__ema_decay=decay
+        )
+    )
+    reached: list[tuple[float, float]] = []
+    original = trainer.train_step
+
+    def train_step(*args: Any) -> torch.Tensor:
+        numbers = original(*args)
+        mixing = trainer.unwrapped_model.stages[0].blocks[0].attn.mixing.detach()
+        reached.append((float(mixing.min()), float(mixing.max())))
+        return numbers
+
+    monkeypatch.setattr(trainer, "train_step", train_step)
+    trainer.run()
+    assert len(reached) == 24
+    assert all(least >= 0 and most <= 1 for least, most in reached)
+    # Steps are so long that they would leave.
+    assert reached[-1] == (0, 1)
+    for name, tensor in final_tensors(tmp_path / "run").items():
+        if name.endswith("mixing"):
+            assert tensor.min() >= 0
+            assert tensor.max() <= 1

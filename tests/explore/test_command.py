@@ -47,6 +47,22 @@ def test_runs_and_folders_of_runs(run, recwarn):
     assert not [one for one in recwarn if "random" in str(one.message)]
 
 
+def test_published_models(run, tmp_path, recwarn):
+    shared = tmp_path / "shared"
+    cli.main(["hub", str(run), "--output", str(shared)])
+    for given in (f"local-dir:{shared}", str(shared)):
+        (subject,) = open_subjects([given])
+        assert (subject.weights, subject.given, subject.is_fashion_mnist) == ("run", given, True)
+    # In timm's format alone, as models of others are.
+    (shared / "config.yaml").unlink()
+    (subject,) = open_subjects([f"local-dir:{shared}"])
+    assert subject.weights == "published"
+    assert Explorer([subject]).open_sample(0)["models"][0]["layers"][0]["size"] == [7, 7]
+    assert not [one for one in recwarn if "random" in str(one.message)]
+    with pytest.raises(FileNotFoundError, match="no folder at nowhere"):
+        open_subjects(["local-dir:nowhere"])
+
+
 def test_without_arguments(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subjects_module, "DEFAULT_MODELS", (MODEL,))

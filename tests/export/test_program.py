@@ -40,7 +40,22 @@ SMALL: dict[str, dict[str, Any]] = {
     "cswin_tiny": {"depths": (1, 1, 1, 1)},
     **{
         f"{name}_deit_tiny": {"depth": 1}
-        for name in ("softmax", "linear", "hydra", "efficient", "angular", "enhanced", "focused")
+        for name in (
+            "softmax",
+            "linear",
+            "hydra",
+            "efficient",
+            "angular",
+            "enhanced",
+            "focused",
+            "mala",
+            "rala",
+            "polaformer",
+            "agent",
+            "vit3",
+            "mhla",
+            "circulant",
+        )
     },
 }
 # Windows and stripes: torch derives guards from the strides of the example, which refuse other sizes although the graph

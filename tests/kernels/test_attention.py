@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from inlinevit import kernels, ops
-from inlinevit.layers import LocalResidual
 from inlinevit.layers.layouts import CrossStripes, SquareWindows, WholeMap
 from inlinevit.ops.local import add_convolution
-from inlinevit.ops.windows import Windows, merge_heads, padding_mask, partition_heads, window_means, window_reverse
+from inlinevit.ops.windows import Windows, merge_heads, padding_mask, partition_heads, window_reverse
 from tests import pairs_of
 
 # Relative to the norm of the output.
@@ -190,56 +189,3 @@ def test_calls_from_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", CASES)
-def test_local_kernels(name: str, dtype: torch.dtype, threads: int) -> None:
-    windows, prefix, heads, width = CASES[name]
-    torch.manual_seed(0)
-    module = LocalResidual(heads * width, heads, dtype=torch.float64).requires_grad_(False)
-    channels, groups = heads * width // windows.num_head_groups, windows.num_head_groups
-    added = torch.randn(channels, 9, dtype=torch.float64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for batch, lepe in [(1, None), (2, added), (7, None)]:
-            tokens = prefix + windows.map_height * windows.map_width
-            x = torch.randn(batch, tokens, heads * width, dtype=torch.float64) + 1.0
-            group = x.view(batch, tokens, groups, channels)[:, :, windows.head_group]
-            expected = module(window_means(group, windows), windows)
-            if lepe is not None:
-                expected = expected + lepe
-            cast = None if lepe is None else lepe.to(dtype)
-            found = LocalResidual.native(module.to(dtype), x.to(dtype), windows, cast)
-            module.double()
-            assert found.shape == expected.shape
-            assert found.dtype == dtype
-            assert error(found, expected) < TOLERANCE[dtype]
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_local_kernels_of_no_images() -> None:
-    module, windows = LocalResidual(8, 2), WholeMap()((3, 2))[0]
-    assert module.native(torch.zeros(0, 6, 8), windows).shape == (0, 8, 9)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight1": torch.zeros(8, 8, 1)}, r"weight1 must be torch.float32 of shape \(8, 4, 1\)"),
-        ({"bias2": torch.zeros(71)}, r"bias2 must be torch.float32 of shape \(72,\)"),
-        ({"weight2": torch.zeros(72, 4, 1, dtype=torch.float64)}, "weight2 must be torch.float32"),
-        ({"added": torch.zeros(9, 8)}, r"added must be torch.float32 of shape \(8, 9\)"),
-        ({"x": torch.zeros(6, 8)}, "x must be"),
-        ({"x": torch.zeros(1, 5, 8)}, "5 tokens do not match"),
-        ({"x": torch.zeros(1, 6, 8, dtype=torch.float16)}, "float32 and float64"),
-    ],
-)
-def test_local_kernels_refuse_what_does_not_fit(change: dict[str, Tensor], message: str) -> None:
-    arguments = {"x": torch.zeros(1, 6, 8), "weight1": torch.zeros(8, 4, 1), "bias1": torch.zeros(8)}
-    arguments |= {"weight2": torch.zeros(72, 4, 1), "bias2": torch.zeros(72)}
-    with pytest.raises(ValueError, match=message):
-        kernels.local_kernels(windows=WholeMap()((3, 2))[0], num_heads=2, **{**arguments, **change})

@@ -12,8 +12,10 @@ from torch import Tensor
 from inlinevit import ops
 from inlinevit.layers import (
     ATTENTIONS,
+    AgentAttention,
     AngularAttention,
     BaseAttention,
+    CirculantAttention,
     CrossStripes,
     EfficientAttention,
     EnhancedAttention,
@@ -21,9 +23,15 @@ from inlinevit.layers import (
     HydraAttention,
     InLineAttention,
     LinearAttention,
+    MALAAttention,
+    MHLAAttention,
+    PolaFormerAttention,
+    RALAAttention,
     SoftmaxAttention,
     SquareWindows,
+    project_parameters,
 )
+from inlinevit.layers.focused_attention import KeyPositionAttention
 from inlinevit.ops.windows import Windows
 
 
@@ -97,7 +105,16 @@ def attention_reference(
     batch, tokens, dim = x.shape
     prefix, width = tokens - size[0] * size[1], mixer.head_dim
     out = torch.zeros_like(x)
-    q, k, v = (x @ mixer.qkv.weight.T + (0 if mixer.qkv.bias is None else mixer.qkv.bias)).split(dim, dim=-1)
+    projected = x
+    if isinstance(mixer, MHLAAttention):
+        projected = F.layer_norm(x, (dim,), mixer.norm.weight, mixer.norm.bias, 1e-5)
+    projected = projected @ mixer.qkv.weight.T + (0 if mixer.qkv.bias is None else mixer.qkv.bias)
+    q, k, v = projected.split(dim, dim=-1)
+    if isinstance(mixer, MHLAAttention):
+        q, k = (
+            y / (y.square().mean(dim=-1, keepdim=True) + torch.finfo(y.dtype).eps).sqrt() * norm.weight
+            for y, norm in ((q, mixer.q_norm), (k, mixer.k_norm))
+        )
     for windows in head_groups_of(mixer.layout, size):
         per_group = mixer.num_heads // windows.num_head_groups
         heads = range(windows.head_group * per_group, (windows.head_group + 1) * per_group)
@@ -109,7 +126,10 @@ def attention_reference(
                 index = [*range(prefix), *(prefix + slot.token for slot in real)]
                 window = Window(mixer, windows, real, prefix, heads)
                 mix = MIX[type(mixer)]
-                mixed = mix(window, *(t[image, index, group] for t in (q, k, v)))
+                queries, keys, values = (t[image, index, group] for t in (q, k, v))
+                if not mixer.rotates_in_attend:
+                    queries, keys = window.rotated(queries), window.rotated(keys)
+                mixed = mix(window, queries, keys, values)
                 for head in heads:
                     channels = slice(head * width, (head + 1) * width)
                     own = window.channels(head)
@@ -118,6 +138,9 @@ def attention_reference(
                     for kernel, bias in convolutions(mixer, mean, head):
                         mixed[prefix:, own] += convolve(window, values[prefix:], kernel, bias)
                 out[image, index, group] = mixed
+    if mixer.gate is not None:
+        gate = x @ mixer.gate.weight.T + mixer.gate.bias
+        out = out * (gate * gate.sigmoid() if isinstance(mixer, CirculantAttention) else gate)
     return out @ mixer.proj.weight.T + mixer.proj.bias
 
 
@@ -137,6 +160,18 @@ class Window:
         """The channels of a head within its head group."""
         first = (head - self.heads.start) * self.mixer.head_dim
         return slice(first, first + self.mixer.head_dim)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """x (tokens, channels of the head group) turned by row and column on the map, as complex numbers."""
+        if not self.mixer.rope:
+            return x
+        pairs = self.mixer.head_dim // 4
+        steps = [10000 ** (-m / max(1, pairs - 1)) for m in range(pairs)]
+        places = [(0, 0)] * self.prefix + [(slot.map_row, slot.map_column) for slot in self.slots]
+        turns = torch.tensor([[row * t for t in steps] + [column * t for t in steps] for row, column in places])
+        turns = torch.polar(torch.ones_like(turns.double()), turns.double()).unsqueeze(1)
+        numbers = torch.view_as_complex(x.unflatten(1, (-1, 2 * pairs, 2)).contiguous())
+        return torch.view_as_real(numbers * turns).flatten(1)
 
     def places(self) -> list[int]:
         """Of each token, its place in the row of all tokens of the window, padding too."""
@@ -208,7 +243,7 @@ def mix_enhanced(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Linear attention of f(t) = t³·‖t‖/‖t³‖, t = (ReLU + 1e-6)/softplus(w); keys have positions."""
-    mixer, windows = window.mixer, window.windows
+    mixer = window.mixer
     group = slice(window.heads.start * mixer.head_dim, window.heads.stop * mixer.head_dim)
     divisor = (1 + mixer.spread.flatten()[group].exp()).log()
 
@@ -216,6 +251,14 @@ def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         t = (x.clamp(min=0) + 1e-6) / divisor
         return t**3 * (t.norm() / (t**3).norm())
 
+    keys = torch.stack([focus(key) for key in with_positions(window, k, "bicubic")])
+    return mix_linearly(window, torch.stack([focus(query) for query in q]), keys, v, 1e-6)
+
+
+def with_positions(window: Window, k: Tensor, mode: str) -> Tensor:
+    """Keys (tokens, channels of the head group) with their learned positions, resized to the window."""
+    mixer, windows = window.mixer, window.windows
+    group = slice(window.heads.start * mixer.head_dim, window.heads.stop * mixer.head_dim)
     # Positions before those of the map are the prefix's; prefix tokens beyond num_prefix_tokens have none.
     own_prefix, (height, width) = mixer.num_prefix_tokens or 0, mixer.resample_pos_embed.grid
     table = mixer.pos_embed[0]
@@ -223,11 +266,61 @@ def mix_focused(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if (height, width) != (windows.window_height, windows.window_width):
         # As all positions are resized: in float32.
         new = (windows.window_height, windows.window_width)
-        maps = F.interpolate(maps.float(), new, mode="bicubic", antialias=True).to(maps.dtype)
+        maps = F.interpolate(maps.float(), new, mode=mode, antialias=mode == "bicubic").to(maps.dtype)
     positions = [*table[:own_prefix], *torch.zeros(window.prefix - own_prefix, mixer.dim, dtype=k.dtype)]
     positions += [maps[0, :, slot.row, slot.column] for slot in window.slots]
-    keys = torch.stack([focus(key + position[group]) for key, position in zip(k, positions, strict=True)])
-    return mix_linearly(window, torch.stack([focus(query) for query in q]), keys, v, 1e-6)
+    return k + torch.stack(positions)[:, group]
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def mix_mala(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(1 + 1/(z + 1e-6))·s·q̃·(1/N Σ k̃ vᵀ) − z·v̄, with z = s·φ(q)·mean φ(k)."""
+    q, k, out, scale = elu_plus_one(q), elu_plus_one(k), torch.zeros_like(v), window.mixer.head_dim**-0.5
+    turned_q, turned_k = window.rotated(q), window.rotated(k)
+    for head in window.heads:
+        own = window.channels(head)
+        key_value = turned_k[:, own].T @ v[:, own] / len(k)
+        for i in range(len(q)):
+            z = scale * q[i, own] @ k[:, own].mean(dim=0)
+            out[i, own] = (1 + 1 / (z + 1e-6)) * scale * turned_q[i, own] @ key_value - z * v[:, own].mean(dim=0)
+    return out
+
+
+def mix_rala(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q̃·Σ α k̃ vᵀ / (φ(q)·Σ α φ(k) + 1e-6), with α = softmax(s·mean φ(q)·φ(k))."""
+    q, k, out, scale = elu_plus_one(q), elu_plus_one(k), torch.zeros_like(v), window.mixer.head_dim**-0.5
+    turned_q, turned_k = window.rotated(q), window.rotated(k)
+    for head in window.heads:
+        own = window.channels(head)
+        alpha = (scale * (k[:, own] @ q[:, own].mean(dim=0))).softmax(dim=0)
+        key_value = sum(a * torch.outer(x, y) for a, x, y in zip(alpha, turned_k[:, own], v[:, own], strict=True))
+        for i in range(len(q)):
+            out[i, own] = turned_q[i, own] @ key_value / (q[i, own] @ (alpha @ k[:, own]) + 1e-6)
+    return out
+
+
+def mix_polaformer(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention of signed powers: same signs for the first half of a head's values, opposite for the second."""
+    mixer, out, half = window.mixer, torch.zeros_like(v), window.mixer.head_dim // 2
+    k = with_positions(window, k, "bilinear")
+    for head in window.heads:
+        own, power = window.channels(head), 1 + 4 / (1 + (-mixer.power[head]).exp())
+        divisor = (1 + mixer.spread[head].exp()).log()
+
+        def signed(x: Tensor, sign: int, own: slice = own, power: Tensor = power, by: Tensor = divisor) -> Tensor:
+            return (sign * x[:, own] / by).clamp(min=0) ** power
+
+        keys = torch.cat([signed(k, 1), signed(k, -1)], dim=1)
+        for part, sign in enumerate((1, -1)):
+            values = v[:, own][:, part * half : (part + 1) * half]
+            for i, query in enumerate(torch.cat([signed(q, sign), signed(q, -sign)], dim=1)):
+                mean = (query @ keys.T) @ values / len(k)
+                first = own.start + part * half
+                out[i, first : first + half] = mean / (query @ keys.mean(dim=0) + 1e-6)
+    return out
 
 
 def mix_linearly(window: Window, q: Tensor, k: Tensor, v: Tensor, epsilon: float) -> Tensor:
@@ -241,6 +334,80 @@ def mix_linearly(window: Window, q: Tensor, k: Tensor, v: Tensor, epsilon: float
     return out
 
 
+def mix_agent(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(s·q aᵀ + B₂)·softmax(s·a kᵀ + B₁)·v, with agents that are means of the real tokens of a cell."""
+    mixer, out, side = window.mixer, torch.zeros_like(v), window.mixer.agent_side
+    height, width = window.windows.window_height, window.windows.window_width
+
+    def resized(x: Tensor, *size: int) -> Tensor:
+        return F.interpolate(x[None], size, mode="bilinear")[0]
+
+    def members(cell: int) -> list[int]:
+        first, last = (cell // side * height // side, -(-(cell // side + 1) * height // side))
+        left, right = (cell % side * width // side, -(-(cell % side + 1) * width // side))
+        found = (first <= slot.row < last and left <= slot.column < right for slot in window.slots)
+        return [window.prefix + i for i, is_member in enumerate(found) if is_member]
+
+    cells = [members(cell) for cell in range(side * side)]
+    filled = [cell for cell, own in enumerate(cells) if own]
+    for head in window.heads:
+        own = window.channels(head)
+        agents = torch.stack([q[cells[cell]][:, own].mean(dim=0) for cell in filled])
+        of_keys = resized(mixer.key_map_bias[head], height, width) + resized(mixer.key_row_bias[head], height, 1)
+        of_keys = of_keys + resized(mixer.key_column_bias[head], 1, width)
+        of_queries = resized(mixer.query_map_bias[head], height, width)
+        of_queries = of_queries + resized(mixer.query_row_bias[head].permute(2, 0, 1), height, 1)
+        of_queries = of_queries + resized(mixer.query_column_bias[head].permute(2, 0, 1), 1, width)
+        # (agents, tokens); prefix tokens have biases if their number was given.
+        assert not mixer.num_prefix_tokens
+        before = [torch.zeros(side * side, dtype=q.dtype)] * window.prefix
+        biases = [
+            torch.stack([*before, *(bias[:, slot.row, slot.column] for slot in window.slots)], dim=1)[filled]
+            for bias in (of_queries, of_keys)
+        ]
+        scale = mixer.head_dim**-0.5
+        to_agents = (scale * q[:, own] @ agents.T + biases[0].T).softmax(dim=1)
+        to_keys = (scale * agents @ k[:, own].T + biases[1]).softmax(dim=1)
+        out[:, own] = to_agents @ to_keys @ v[:, own]
+    return out
+
+
+def mix_mhla(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """φ(q_i)·Σ_b M_{b(i)b} S_b over its divisor, pair by pair."""
+    mixer, out = window.mixer, torch.zeros_like(v)
+    high, wide = -(-window.windows.window_height // 4), -(-window.windows.window_width // 4)
+    blocks = [slot.row // high * 4 + slot.column // wide for slot in window.slots]
+    spots = [slot.row % high * wide + slot.column % wide for slot in window.slots]
+    at = {pair: i for i, pair in enumerate(zip(blocks, spots, strict=True))}
+    for head in window.heads:
+        own = window.channels(head)
+        queries, keys = q[:, own].clamp(min=0) + 1e-6, k[:, own].clamp(min=0) + 1e-6
+        products = queries @ keys.T
+        for i in range(len(q)):
+            weights = torch.stack([mixer.mixing[blocks[i], block] for block in blocks])
+            divisor = (weights * products[i]).sum()
+            if mixer.shared_divisor:
+                partners = [at.get((block, spots[i])) for block in blocks]
+                seen = [j for j, partner in enumerate(partners) if partner is not None]
+                divisor = sum(weights[j] * products[partners[j], j] for j in seen)
+            out[i, own] = (weights * products[i]) @ v[:, own] / (divisor + 1e-6)
+    return out
+
+
+def mix_circulant(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Σ_δ σ(δ) v(p+δ), shift by shift; what is seen of padding is divided away."""
+    real = window_map(torch.ones_like(v[:, :1]), window.slots, window.windows)[0]
+    q, k, v = (window_map(x, window.slots, window.windows)[0] for x in (q, k, v))
+    shifts = [(-row, -column) for row in range(real.shape[1]) for column in range(real.shape[2])]
+    scores = torch.stack([(q * torch.roll(k, shift, (1, 2))).sum(dim=(1, 2)) for shift in shifts])
+    sigma = (scores / len(window.slots) ** 0.5).softmax(dim=0)[:, :, None, None]
+    out, seen = (
+        sum(weight * torch.roll(x, shift, (1, 2)) for weight, shift in zip(sigma, shifts, strict=True))
+        for x in (v, real)
+    )
+    return torch.stack([(out / seen)[:, slot.row, slot.column] for slot in window.slots])
+
+
 MIX: dict[type[BaseAttention], Callable[[Window, Tensor, Tensor, Tensor], Tensor]] = {
     SoftmaxAttention: mix_by_rows,
     LinearAttention: mix_by_rows,
@@ -250,6 +417,12 @@ MIX: dict[type[BaseAttention], Callable[[Window, Tensor, Tensor, Tensor], Tensor
     AngularAttention: mix_angular,
     EnhancedAttention: mix_enhanced,
     FocusedAttention: mix_focused,
+    MALAAttention: mix_mala,
+    RALAAttention: mix_rala,
+    PolaFormerAttention: mix_polaformer,
+    AgentAttention: mix_agent,
+    MHLAAttention: mix_mhla,
+    CirculantAttention: mix_circulant,
 }
 
 
@@ -259,7 +432,7 @@ def convolutions(mixer: BaseAttention, mean: Tensor, head: int) -> list[tuple[Te
     found: list[tuple[Tensor, Tensor | None]] = []
     if isinstance(mixer, InLineAttention) and mixer.local_residual is not None:
         found.append((head_kernel(mixer, mean, head), None))
-    if isinstance(mixer, FocusedAttention):
+    if isinstance(mixer, KeyPositionAttention) and mixer.conv is not None:
         found.append((mixer.conv.weight, mixer.conv.bias))
     if mixer.lepe is not None:
         found.append((mixer.lepe.weight[channels], mixer.lepe.bias[channels]))
@@ -320,6 +493,7 @@ def randomise() -> Callable[[torch.nn.Module], torch.nn.Module]:
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data.add_(0.5 * noise)
+        project_parameters(module)
         return module
 
     return fill

@@ -40,8 +40,15 @@ def test_softmax_honours_every_mask_of_timm():
     torch.testing.assert_close(ours(x, keys), theirs(x, keys), rtol=1e-5, atol=1e-6)
 
 
-# Focused attention learns the positions of the whole map.
-@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "focused"])
+# Those that learn the positions of the whole map, or depend on its size, are not here; ViT³ has no weights.
+MOVABLE = [
+    name
+    for name, kind in ATTENTIONS.items()
+    if not kind.learns_grid and name not in ("focused", "polaformer", "vit3", "mhla", "circulant")
+]
+
+
+@pytest.mark.parametrize("name", MOVABLE)
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_masked_keys_do_not_exist(name, prefix, randomise):
     adapter = AttentionAdapter(randomise(ATTENTIONS[name](16, 2, num_prefix_tokens=prefix)), (5, 4))
@@ -54,6 +61,26 @@ def test_masked_keys_do_not_exist(name, prefix, randomise):
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(found.square().sum(), x)
     assert gradient[:, prefix + 12 :].abs().max() < 1e-9 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("name", ["agent", "mhla", "circulant"])
+def test_masked_keys_are_not_heard_where_places_count(name, randomise):
+    """What is masked has no influence; masked queries neither, of which agents and kernels are made."""
+    adapter = AttentionAdapter(randomise(ATTENTIONS[name](16, 2)), (5, 4))
+    x = torch.randn(2, 20, 16, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(2, 1, 1, 20) < 0.6
+    found = adapter(x, attn_mask=mask).masked_fill(~mask.view(2, 20, 1), 0.0)
+    (gradient,) = torch.autograd.grad(found.square().sum(), x)
+    assert gradient[~mask.view(2, 20)].abs().max() < 1e-12 * gradient.abs().max()
+    assert torch.all(gradient[mask.view(2, 20)].abs().amax(dim=-1) > 0)
+    everything = torch.ones(1, 1, 1, 20, dtype=torch.bool)
+    torch.testing.assert_close(adapter(x, attn_mask=everything), adapter(x), rtol=1e-9, atol=1e-9)
+
+
+def test_masks_are_refused_without_weights():
+    adapter = AttentionAdapter(ATTENTIONS["vit3"](16, 2), (5, 4))
+    with pytest.raises(ValueError, match="ViT3Attention has no N×N weights, with which keys are masked: keep softmax"):
+        adapter(torch.randn(1, 20, 16), attn_mask=torch.ones(1, 1, 1, 20, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("name", ["softmax", "inline"])

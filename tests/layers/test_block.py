@@ -65,7 +65,7 @@ def test_chunks_make_the_whole(monkeypatch, randomise, kind, before):
         .eval()
         .requires_grad_(False)
     )
-    x = torch.randn(5, 1 + 20, 8, dtype=torch.float64)
+    x = torch.randn(5, int(kind.supports_prefix_tokens) + 20, 8, dtype=torch.float64)
     kept = x.clone()
     monkeypatch.setattr("inlinevit.layers._chunks.CHUNK", 2**40)
     whole = block(x, (4, 5))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inlinevit.layers import CrossStripes, FocusedAttention
+from inlinevit.layers import CrossStripes, FocusedAttention, PolaFormerAttention
 
 
 @pytest.mark.parametrize("size", [(4, 4), (3, 5)])
@@ -63,3 +63,14 @@ def test_the_spread_is_even_to_begin_with():
     mixer.reset_parameters()
     (windows,) = mixer.layout((3, 5))
     torch.testing.assert_close(mixer.positive_spread(windows), torch.full((2, 4), 2.0).log())
+
+
+@pytest.mark.parametrize("kind", [FocusedAttention, PolaFormerAttention])
+def test_without_the_convolution(randomise, reference, kind):
+    mixer = randomise(kind(8, 2, grid=(3, 5), value_conv=False, lepe=3)).requires_grad_(False)
+    assert mixer.conv is None
+    x = torch.randn(2, 15, 8, dtype=torch.float64)
+    torch.testing.assert_close(mixer(x, (3, 5)), reference(mixer, x, (3, 5)), rtol=0, atol=1e-10)
+    mixer.lepe = None
+    (windows,) = mixer.layout((3, 5))
+    assert mixer.static_kernels(windows) is None

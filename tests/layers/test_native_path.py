@@ -146,7 +146,7 @@ ELSEWHERE = {
     "dual numbers": with_tangent,
     "per-sample gradients": per_sample_gradients,
     "jit.trace": lambda layer, x: torch.jit.trace(layer.requires_grad_(False), x, check_trace=False),
-    "compile": lambda layer, x: torch.compile(layer, backend="eager", fullgraph=True)(x),
+    "compile": lambda layer, x: torch.compile(layer.requires_grad_(False), backend="eager", fullgraph=True)(x),
 }
 
 
@@ -170,12 +170,32 @@ def test_exported_graphs_have_the_operator_only_if_it_is_forced(calls):
     assert "torch.ops.inlinevit.attention" in operators(Layer("native"), x)
 
 
-def test_forced_under_compile_it_has_its_own_gradient(calls):
-    layer, x = Layer("native"), torch.randn(2, 35, 8, requires_grad=True)
+@pytest.mark.parametrize("path", [None, "native"])
+def test_under_compile_it_has_its_own_gradient(calls, path):
+    layer, x = Layer(path), torch.randn(2, 35, 8, requires_grad=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(
         torch.autograd.grad(compiled(x).pow(2).sum(), x), torch.autograd.grad(layer(x).pow(2).sum(), x)
     )
+
+
+def recorded(layer: Layer, x: Tensor) -> str:
+    graphs: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(str(module.graph))
+        return module.forward
+
+    torch.compile(layer, backend=backend, fullgraph=True)(x)
+    return graphs[0]
+
+
+def test_compiled_graphs_have_the_operator_in_training(calls):
+    layer, x = Layer(), torch.randn(2, 35, 8)
+    assert "inlinevit.attention" in recorded(layer, x.clone().requires_grad_())
+    with torch.no_grad():
+        assert "inlinevit.attention" not in recorded(layer, x.clone().requires_grad_())
+    assert "inlinevit.attention" not in recorded(layer.double(), x.double().requires_grad_())
 
 
 def test_forced_it_counts_what_the_path_covariance_counts_on_the_meta_device(calls):
@@ -230,11 +250,12 @@ def test_without_the_library(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["LePE"], OPTIONS["padded windows"], OPTIONS["stripes"]])
-def test_without_gradients_the_kernels_of_the_local_residual_are_native(calls, randomise, reference, options):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_kernels_of_the_local_residual_are_native(calls, randomise, reference, options, gradients):
     mixer = randomise(InLineAttention(8, 2, path="native", **options))
     x, kernel_tokens = torch.randn(2, 2, 35, 8, dtype=torch.float64)
     mixer.local_residual.forward = None  # It would fail.
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         out = mixer(x, SIZE, kernel_tokens)
         del mixer.local_residual.forward
         torch.testing.assert_close(out, reference(mixer, x, SIZE, kernel_tokens), rtol=0, atol=1e-10)
@@ -253,9 +274,10 @@ def test_local_kernels_of_a_subclass_are_called(calls):
     assert len(calls) == 2
 
 
-def test_hooks_are_called_without_gradients(calls):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_hooks_of_the_local_residual_are_called(calls, gradients):
     mixer, seen = InLineAttention(8, 2), []
     mixer.local_residual.register_forward_hook(lambda module, arguments, output: seen.append(module))
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         mixer(torch.randn(1, 35, 8), SIZE)
     assert seen == [mixer.local_residual]

@@ -132,6 +132,8 @@ def init_without_type(self, dim, num_heads, scale=1.0, **kwargs):
         (made(__init__=init_without_kwargs), r"does not take qkv_bias, lepe.*: take \*\*kwargs and pass them"),
         (made(__init__=init_with_other_names), "should begin with dim and num_heads, not channels, heads"),
         (made(learns_grid=True), "does not take grid"),
+        (made(surroundings={"gate": True}), r"Made.surroundings should be an inlinevit.layers.Surroundings"),
+        (made(attn_kwargs_names=("gate",)), "every attention has gate: leave it out of attn_kwargs_names of Made"),
     ],
 )
 def test_a_class_that_models_cannot_use_is_refused(attention, problem):
@@ -147,7 +149,9 @@ def test_attn_kwargs_of_a_registered_attention(kind):
     assert model.stages[0].blocks[0].attn.scale == 3.0
     with pytest.raises(ValueError, match="scale in attn_kwargs is many: it should be a number"):
         InLineDeiT(attention="scaled", attn_kwargs={"scale": "many"}, **TINY)
-    with pytest.raises(ValueError, match="scaled attention has no argument 'scal' in attn_kwargs: choose one of scale"):
+    with pytest.raises(
+        ValueError, match="scaled attention has no argument 'scal' in attn_kwargs: choose one of cpe, gate"
+    ):
         InLineDeiT(attention="scaled", attn_kwargs={"scal": 3.0}, **TINY)
 
 
@@ -294,7 +298,7 @@ def test_two_packages_with_the_same_name_are_refused(offer):
 def test_an_unknown_name_is_refused_with_all_names(offer):
     offer(("mean", f"{__name__}:Mean"))
     message = (
-        r"unknown attention 'men': choose one of angular, .*, mean, softmax, or import the module.*--import MODULE"
+        r"unknown attention 'men': choose one of angular, .*, mean, .*softmax, or import the module.*--import MODULE"
     )
     with pytest.raises(ValueError, match=message):
         InLineDeiT(attention="men", **TINY)

@@ -8,10 +8,14 @@ from timm.models._features_fx import create_feature_extractor
 
 import inlinevit
 from inlinevit.layers import ATTENTIONS
-from inlinevit.layers.block import DWConvMlp
+from inlinevit.layers.block import DWConvMlp, ResidualConvMlp
 from tests import slow_except
 
 BASELINES = [name for name in ATTENTIONS if name != "inline"]
+LEARN_POSITIONS = ("focused", "polaformer")
+# Those without a class token and positions of the tokens, and the one without a class token alone.
+NO_POSITIONS, NO_CLASS_TOKEN = ("vit3", "circulant"), ("vit3", "circulant", "mhla")
+HEADS = {"hydra": 192, "circulant": 192, "vit3": 6}
 every_attention = pytest.mark.parametrize("attention", BASELINES)
 
 
@@ -29,9 +33,14 @@ def test_each_has_its_attention_in_all_twelve_blocks_and_three_heads(attention):
     model = create_model(f"{attention}_deit_tiny", device="meta")
     blocks = model.stages[0].blocks
     assert [type(block.attn) for block in blocks] == [ATTENTIONS[attention]] * 12
-    assert {block.attn.num_heads for block in blocks} == {192 if attention == "hydra" else 3}
+    assert {block.attn.num_heads for block in blocks} == {HEADS.get(attention, 3)}
     assert {isinstance(block.mlp, DWConvMlp) for block in blocks} == {attention == "enhanced"}
-    if attention == "focused":
+    assert {isinstance(block.mlp, ResidualConvMlp) for block in blocks} == {attention in ("mala", "rala")}
+    assert {block.cpe is not None for block in blocks} == {attention in ("mala", "rala", *NO_POSITIONS)}
+    assert (model.stages[0].cls_token is None) == (attention in NO_CLASS_TOKEN)
+    assert (model.stages[0].pos_embed is None) == (attention in NO_POSITIONS)
+    assert model.global_pool == ("avg" if attention in NO_CLASS_TOKEN else "token")
+    if attention in LEARN_POSITIONS:
         assert {block.attn.pos_embed.shape for block in blocks} == {(1, 197, 192)}
 
 
@@ -75,6 +84,8 @@ def test_fx_traces(attention):
 @every_attention
 def test_compiles_as_one_graph(attention):
     model, images = shallow(attention, depth=1).eval(), torch.randn(2, 3, 96, 64)
+    # Each of them counts as a recompilation of the same code.
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images))
@@ -109,8 +120,9 @@ def test_set_input_size_keeps_the_answers_at_that_size(attention):
         model.set_input_size((96, 160))
         torch.testing.assert_close(model(images), resized_each_time, rtol=0, atol=1e-5)
     tables = {name: p.shape for name, p in model.named_parameters() if name.endswith("pos_embed")}
-    assert set(tables.values()) == {(1, 1 + 60, 192)}
-    assert len(tables) == (3 if attention == "focused" else 1)
+    prefix = 0 if attention in NO_CLASS_TOKEN else 1
+    assert set(tables.values()) == (set() if attention in NO_POSITIONS else {(1, prefix + 60, 192)})
+    assert len(tables) == (0 if attention in NO_POSITIONS else 3 if attention in LEARN_POSITIONS else 1)
 
 
 @every_attention
@@ -186,13 +198,13 @@ def test_attention_options_in_pyramids(name):
 @pytest.mark.parametrize(
     ("attention", "option", "remedy"),
     [
-        ("inline", "featuremap", "choose one of feature_map, local_residual, path"),
-        ("linear", "local_residual", "choose one of feature_map"),
-        ("softmax", "relative_window", "choose one of unit_queries"),
-        ("hydra", "feature_map", "leave it out"),
-        ("enhanced", "feature_map", "leave it out"),
-        ("focused", "grid", "leave it out"),
-        (("hydra", "softmax"), "path", "choose one of unit_queries"),
+        ("inline", "featuremap", "choose one of cpe, feature_map, gate, lepe, local_residual, mlp_conv, path, rope"),
+        ("linear", "local_residual", "choose one of cpe, feature_map, gate, lepe, mlp_conv, rope"),
+        ("softmax", "relative_window", "choose one of cpe, gate, lepe, mlp_conv, rope, unit_queries"),
+        ("hydra", "feature_map", "choose one of cpe, gate, lepe, mlp_conv, rope"),
+        ("enhanced", "feature_map", "choose one of cpe, gate, lepe, mlp_conv, rope"),
+        ("focused", "grid", "choose one of cpe, gate, lepe, mlp_conv, rope, value_conv"),
+        (("hydra", "softmax"), "path", "choose one of cpe, gate, lepe, mlp_conv, rope, unit_queries"),
     ],
 )
 def test_options_that_no_attention_has_are_refused(attention, option, remedy):

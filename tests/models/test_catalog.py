@@ -62,6 +62,14 @@ BASELINES = {
     "angular": (5.7, 70.8),
     "enhanced": (5.8, 72.9),
     "focused": (6.19, 74.1),
+    # Of the later comparison in arXiv:2601.07832. For RALA and PolaFormer there is no figure of DeiT-T in a paper.
+    "mala": (6.3, 75.1),
+    "rala": (6.3, None),
+    "polaformer": (6.6, None),
+    "agent": (6.0, 74.9),
+    "vit3": (6.1, 76.5),
+    "mhla": (5.8, 75.8),
+    "circulant": (6.1, 75.0),
 }
 
 

@@ -14,7 +14,10 @@ from tests import slow_except
 
 FAMILIES = ("inline_deit_tiny", "inline_pvt_tiny", "inline_swin_tiny", "inline_cswin_tiny")
 # Those with parameters of their own.
-LEARNING_BASELINES = ("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny")
+LEARNING_BASELINES = (
+    *("angular_deit_tiny", "enhanced_deit_tiny", "focused_deit_tiny"),
+    *("agent_deit_tiny", "vit3_deit_tiny", "mhla_deit_tiny", "circulant_deit_tiny"),
+)
 SHALLOW = {
     "inline_deit_tiny": {"depth": 3, "embed_dim": 24, "num_heads": 3, "img_size": 64},
     "inline_pvt_tiny": {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 40, 64), "img_size": 64},
@@ -269,7 +272,8 @@ def test_any_mix_by_stage(name, names):
 
 def test_wrong_arguments_are_named():
     with pytest.raises(
-        ValueError, match=r"'flash'.*angular, efficient, enhanced, focused, hydra, inline, linear, softmax"
+        ValueError,
+        match=r"'flash'.*agent, angular, circulant, efficient, enhanced, focused, hydra, inline, .*, softmax, vit3",
     ):
         create_model("inline_swin_tiny", attention="flash")
     with pytest.raises(ValueError, match="names 2 stages, but the model has 4"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import inlinevit
-from inlinevit.layers import ATTENTIONS, Block, InLineAttention
+from inlinevit.layers import ATTENTIONS, Block, InLineAttention, project_parameters
 from inlinevit.layers._cached_pos_embed import CachedResamplePosEmbed
 from inlinevit.layers._inference_block import InferenceBlock, compiled
 from inlinevit.models.inference import CompiledForward
@@ -62,10 +62,25 @@ def test_any_pooling_of_a_plain_transformer(pool):
     assert_same(inlinevit.optimize_for_inference(model, compile=False), model, (64, 96))
 
 
-@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("attention", ["softmax", "linear", "agent"])
 def test_other_attentions(attention):
     model = shallow("inline_deit_tiny", attention=attention)
     assert_same(inlinevit.optimize_for_inference(model, compile=False), model, (64, 96))
+
+
+@pytest.mark.parametrize("attention", ["vit3", "mhla", "circulant"])
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"pos_embed": "none"}], ids=str)
+def test_other_attentions_without_a_class_token(attention, options):
+    """Their blocks are not computed natively; the others are."""
+    mixed = (attention, "inline", attention)
+    model = shallow("inline_deit_tiny", attention=mixed, class_token=False, global_pool="avg", **options)
+    project_parameters(model)
+    optimized = inlinevit.optimize_for_inference(model, compile=False)
+    assert_same(optimized, model, (64, 96), (97, 130))
+    images = torch.randn(1, 3, 64, 64)
+    packed = [block.packed.get(block, torch.zeros(1, 16, 48)) is not None for block in optimized.stages[0].blocks]
+    assert optimized(images).shape == (1, 7)
+    assert packed[0] is packed[2] is False
 
 
 def test_only_the_class_token_is_computed_in_the_last_block():
@@ -78,7 +93,7 @@ def test_only_the_class_token_is_computed_in_the_last_block():
     assert optimized.forward_features(torch.randn(1, 3, 64, 64)).shape == (1, 17, 48)
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTIONS.values() if kind.supports_prefix_tokens])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_the_prefix_alone_is_the_prefix(kind, hooked):
     """With a hook on the attention, which gets all tokens, too."""

@@ -1,5 +1,6 @@
 """Queries, keys and values for the tests of the ops."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,21 @@ FAST: dict[str, Callable[..., Tensor]] = {
     "efficient": ops.efficient_attention,
     "angular": ops.angular_attention,
     "focused": ops.focused_attention,
+    "mala": ops.mala_attention,
+    "rala": ops.rala_attention,
+    "polaformer": ops.polaformer_attention,
+    "agent": ops.agent_attention,
+    "mhla": ops.mhla_attention,
+    "circulant": ops.circulant_attention,
 }
+# Options that can be differentiated.
+LEAVES = ("bias", "spread", "power", "agents", "mixing")
+
+
+def map_of(tokens: int) -> tuple[int, int]:
+    """The map of so many tokens that is nearest to a square."""
+    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
+    return height, tokens // height
 
 
 @dataclass
@@ -31,24 +46,28 @@ class Problem:
     v: Tensor
     options: dict[str, Any] = field(default_factory=dict)
 
+    def own_options(self) -> dict[str, Any]:
+        """The options; the queries of all tokens, which RALA needs, are made from the keys."""
+        return {**self.options, "queries": self.k.flip(-1)} if self.kind == "rala" else self.options
+
     def fast(self) -> Tensor:
-        return FAST[self.kind](self.q, self.k, self.v, **self.options)
+        return FAST[self.kind](self.q, self.k, self.v, **self.own_options())
 
     def weights(self, **more: Any) -> Tensor:
         if self.kind == "angular":
             # Its rows are divided by the length of what they give.
             more["v"] = self.v
-        return ops.attention_weights(self.q, self.k, kind=self.kind, **self.options, **more)
+        return ops.attention_weights(self.q, self.k, kind=self.kind, **self.own_options(), **more)
 
-    def explicit(self) -> Tensor:
-        return self.weights() @ self.v
+    def explicit(self, **more: Any) -> Tensor:
+        return ops.apply_weights(self.weights(**more), self.v)
 
     def leaves(self) -> dict[str, Tensor]:
         """All that can be differentiated."""
         found = {"q": self.q, "k": self.k, "v": self.v}
         if self.options.get("affine") is not None:
             found["A"], found["b"] = self.options["affine"]
-        found.update({name: self.options[name] for name in ("bias", "spread") if self.options.get(name) is not None})
+        found.update({name: self.options[name] for name in LEAVES if self.options.get(name) is not None})
         return found
 
     def replace(self, leaves: dict[str, Tensor]) -> None:
@@ -56,7 +75,7 @@ class Problem:
         self.q, self.k, self.v = (leaves[name] for name in "qkv")
         if "A" in leaves:
             self.options["affine"] = (leaves["A"], leaves["b"])
-        self.options.update({name: leaves[name] for name in ("bias", "spread") if name in leaves})
+        self.options.update({name: leaves[name] for name in LEAVES if name in leaves})
 
     def gradients(self, out: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
         leaves = self.leaves()
@@ -85,8 +104,10 @@ def make_problem() -> Callable[..., Problem]:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         q, k = draw(batch, heads, queries, width), draw(batch, heads, tokens, width)
+        # Two matrices, each for one half.
+        value_width += value_width % 2 if kind == "polaformer" else 0
         v = draw(batch, heads, tokens, value_width) + 1
-        if kind in ("linear", "focused"):
+        if kind in ("linear", "focused", "mhla"):
             # q and k lean to the same side in each coordinate. Signed maps get a negative one too.
             lean = torch.ones(width, dtype=torch.float64)
             lean[-1] = -1 if feature_map in ("identity", "leaky_relu") else 1
@@ -96,8 +117,19 @@ def make_problem() -> Callable[..., Problem]:
         if feature_map == "relu_affine":
             matrix = 0.3 * draw(heads, width, width) + torch.eye(width, dtype=torch.float64)
             options["affine"] = (matrix, draw(heads, width) + 1)
-        if kind == "focused":
+        if kind in ("focused", "polaformer"):
             options["spread"] = draw(heads, width).abs() + 0.5
+        if kind == "polaformer":
+            # Its scores are products of powers: small ones would not count beside its ε.
+            q, k = 2 * q, 2 * k
+            options["power"] = 1 + 4 * draw(heads, width).sigmoid()
+        if kind == "agent":
+            # The same for all images, so that images can be computed alone.
+            options["agents"] = draw(1, heads, 3, width)
+        if kind == "mhla":
+            options["mixing"] = draw(16, 16).abs() + 0.1
+        if kind in ("mhla", "circulant"):
+            options["feat_size"] = map_of(tokens)
         problem = Problem(kind, q, k, v, options)
         for leaf in problem.leaves().values():
             leaf.requires_grad_()

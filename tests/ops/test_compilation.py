@@ -15,6 +15,11 @@ QUICK = [
     ("efficient", None, None),
     ("angular", None, MASK),
     ("focused", None, None),
+    ("mala", None, MASK),
+    ("rala", None, MASK),
+    ("polaformer", None, MASK),
+    ("agent", None, MASK),
+    ("mhla", None, MASK),
 ]
 SLOW = [
     ("softmax", None, None),
@@ -25,6 +30,11 @@ SLOW = [
     ("efficient", None, MASK),
     ("angular", None, None),
     ("focused", None, MASK),
+    ("mala", None, None),
+    ("rala", None, None),
+    ("polaformer", None, None),
+    ("agent", None, None),
+    ("mhla", None, None),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 cases = pytest.mark.parametrize(("kind", "phi", "mask"), CASES)
@@ -40,7 +50,7 @@ def fresh_compiler():
 def test_compile_in_one_graph(make_problem, fast_ops, kind, phi, mask):
     problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)
     compiled = torch.compile(fast_ops[kind], fullgraph=True, backend="aot_eager")
-    out = compiled(problem.q, problem.k, problem.v, **problem.options)
+    out = compiled(problem.q, problem.k, problem.v, **problem.own_options())
     torch.testing.assert_close(out, problem.fast(), rtol=0, atol=1e-12)
     cotangent = torch.randn_like(out)
     expected = problem.gradients(problem.fast(), cotangent)
@@ -54,7 +64,7 @@ def test_local_residual():
     torch.testing.assert_close(compiled(v, kernels, (2, 3)), expected)
 
 
-OTHERS = ("linear", "hydra", "efficient", "angular", "focused")
+OTHERS = ("linear", "hydra", "efficient", "angular", "focused", "mala", "rala", "polaformer", "agent", "mhla")
 
 
 @pytest.mark.parametrize("kind", ["inline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
@@ -65,7 +75,7 @@ def test_compile_in_one_graph_under_autocast(make_problem, fast_ops, kind):
     problem.replace({name: leaf.detach().float() for name, leaf in problem.leaves().items()})
     compiled = torch.compile(fast_ops[kind], fullgraph=True, backend="eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = compiled(problem.q, problem.k, problem.v, **problem.options)
+        out = compiled(problem.q, problem.k, problem.v, **problem.own_options())
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
 

@@ -17,6 +17,7 @@ X = torch.tensor([[-2.0, 0.0, 3.0]], dtype=torch.float64)[None, None]
         ("relu", [0.0, 0.0, 3.0]),
         ("leaky_relu", [-0.02, 0.0, 3.0]),
         ("exp", [math.exp(-0.4), 1.0, math.exp(0.6)]),
+        ("elu_plus_one", [math.exp(-2), 1.0, 4.0]),
     ],
 )
 def test_values(name, expected):

@@ -2,11 +2,14 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from inlinevit import ops
+from inlinevit.ops.mhla import initial_mixing
 from inlinevit.ops.weights import WEIGHT_FUNCTIONS
 from tests import slow_except
 
@@ -15,9 +18,22 @@ BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 FLOAT32_BOUNDS = {"angular": 5e-5}
 # For two heads of 32; no digit is lost in half precision.
 SPREAD = torch.arange(32, 96).view(2, 32) / 32
+AGENTS = torch.randn(1, 2, 49, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+MIXING = initial_mixing().bfloat16()
+WEIGHTS = (0.2 * torch.randn(2, 2, 32, 32, generator=torch.Generator().manual_seed(1))).bfloat16()
+# What a kind needs besides q, k and v.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "focused": {"spread": SPREAD},
+    "polaformer": {"spread": SPREAD, "power": 1 + 2 * SPREAD / 3},
+    "agent": {"agents": AGENTS},
+    "mhla": {"mixing": MIXING},
+    "vit3": {"weight1": WEIGHTS[0], "weight2": WEIGHTS[1]},
+}
+# (H, W) of so many tokens.
+MAPS = {197: (1, 197), 4097: (17, 241)}
 
 # Softmax attention is torch's own; see test_softmax.py.
-kinds = pytest.mark.parametrize("kind", [kind for kind in WEIGHT_FUNCTIONS if kind != "softmax"])
+kinds = pytest.mark.parametrize("kind", [*(kind for kind in WEIGHT_FUNCTIONS if kind != "softmax"), "vit3"])
 halves = pytest.mark.parametrize("dtype", BOUNDS)
 ratios = pytest.mark.parametrize("ratio", slow_except([0, 1, 10, 100], 0, 100))
 lengths = pytest.mark.parametrize("tokens", [197, 4097])
@@ -26,8 +42,10 @@ lengths = pytest.mark.parametrize("tokens", [197, 4097])
 @pytest.fixture(scope="module")
 def attend(fast_ops) -> Callable[..., Tensor]:
     def call(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"spread": SPREAD.to(q.dtype)} if kind == "focused" else {}
-        return fast_ops[kind](q, k, v, **options)
+        options = dict(OPTIONS.get(kind, {}))
+        if kind in ("mhla", "circulant"):
+            options["feat_size"] = MAPS[q.shape[2]]
+        return {**fast_ops, "vit3": ops.vit3_attention}[kind](q, k, v, **options)
 
     return call
 

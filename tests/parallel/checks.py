@@ -26,6 +26,7 @@ DEIT = dict(img_size=32, patch_size=4, embed_dim=16, depth=2, num_heads=2)
 PVT = dict(img_size=64, embed_dims=(8, 16, 16, 16), depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 2))
 SWIN = dict(img_size=64, embed_dim=8, depths=(1, 1, 2, 2), num_heads=(1, 2, 2, 2))
 CSWIN = dict(img_size=64, embed_dim=8, depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 2))
+SURROUNDED = dict(gate=True, lepe=5, rope=True, cpe=True, mlp_conv=True)
 WINDOWS = dict(class_token=False, global_pool="avg", window_size=3)
 # Name, arguments, and sizes of images: rows of tokens that all processes have alike, and others.
 CASES: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
@@ -49,8 +50,24 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
     "cswin": ("inline_cswin_tiny", CSWIN, [(150, 70)]),
     "cswin in stripes": ("inline_cswin_tiny", dict(CSWIN, window_size=3), [(150, 70)]),
     "softmax cswin": ("cswin_tiny", CSWIN, [(150, 70)]),
+    "deit, surrounded": ("inline_deit_tiny", dict(DEIT, attn_kwargs=SURROUNDED), [(32, 32), (43, 30)]),
+    "softmax deit, surrounded": (
+        "inline_deit_tiny",
+        dict(DEIT, attention="softmax", attn_kwargs=SURROUNDED),
+        [(43, 30)],
+    ),
+    "linear deit in windows, surrounded": (
+        "inline_deit_tiny",
+        dict(DEIT, attention="linear", attn_kwargs=SURROUNDED, **WINDOWS),
+        [(43, 30)],
+    ),
+    "cswin in stripes, surrounded": (
+        "inline_cswin_tiny",
+        dict(CSWIN, window_size=3, attn_kwargs=SURROUNDED),
+        [(150, 70)],
+    ),
 }
-FAST = ["deit", "enhanced deit", "pvt", "swin in windows", "cswin in stripes"]
+FAST = ["deit", "enhanced deit", "pvt", "swin in windows", "cswin in stripes", "deit, surrounded"]
 
 
 def check_sequence(plain: dict[str, Any]) -> int:
@@ -191,6 +208,7 @@ def check_options() -> None:
 
 REFUSED: dict[tuple[tuple[str, Any], ...], str] = {
     (("attention", "focused"),): "focused attention cannot be split over processes: use one of inline",
+    (("attention", "mala"),): "mala attention cannot be split over processes: use one of inline",
     (("proj_drop_rate", 0.1),): "use proj_drop_rate=0",
     (("global_pool", ""),): "use global_pool='avg' or 'token'",
 }

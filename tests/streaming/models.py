@@ -13,6 +13,8 @@ DEIT = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 64}
 PVT = {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 24, 32), "num_heads": (2, 2, 2, 4), "img_size": 64}
 SWIN = {"depths": (2, 1, 2, 2), "embed_dim": 12, "num_heads": (3, 3, 3, 6), "img_size": 64}
 CSWIN = {"depths": (1, 1, 2, 1), "embed_dim": 16, "num_heads": (2, 2, 4, 4), "img_size": 64}
+# Streaming takes all but rope.
+SURROUNDED = {"gate": True, "lepe": 5, "cpe": True, "mlp_conv": True}
 
 # The four families.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,6 +46,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "angular": ("angular_deit_tiny", DEIT),
     "angular windows": ("inline_swin_tiny", {**SWIN, "attention": "angular", "window_size": 5}),
     "angular stripes": ("inline_cswin_tiny", {**CSWIN, "attention": "angular", "window_size": 3}),
+    "surrounded": ("inline_deit_tiny", {**DEIT, "attn_kwargs": SURROUNDED}),
+    "surrounded windows": ("inline_swin_tiny", {**SWIN, "window_size": 5, "attn_kwargs": SURROUNDED}),
+    "surrounded stripes": ("inline_cswin_tiny", {**CSWIN, "window_size": 3, "attn_kwargs": SURROUNDED}),
+    "surrounded linear": ("linear_deit_tiny", {**DEIT, "attn_kwargs": SURROUNDED}),
     "enhanced stripes": ("inline_cswin_tiny", {**CSWIN, "attention": "enhanced", "window_size": 3}),
 }
 MODELS = FAMILIES | VARIANTS

@@ -20,6 +20,7 @@ from ..engine.setup import resolve_device
 from ..layers import BaseAttention
 from ..layers.registry import attention_name
 from ..models.factory import parse_model
+from ..models.hub import fetch_source
 from ..report import STYLES, Block, Report, Section, Table, Text
 from ..tasks.classification.config import (
     ClassificationConfig,
@@ -39,6 +40,7 @@ from ..tasks.classification.shards import ShardSource
 from ..tasks.classification.sources import ImageSource, open_source, source_paths, take_subset
 from ..tasks.classification.transforms import InputSpec, evaluation_transform, input_spec
 from ..utils.atomic import make_output_dir
+from ..utils.console import new_console
 from ..utils.validation import Range, check_value, require
 from .confusion import DELTA, EPSILON, measure_confusion
 from .locality import measure_locality
@@ -220,11 +222,13 @@ def analyze_command(
     started = time.monotonic()
     require(not untrained or checkpoint is None, "checkpoint and untrained exclude each other: choose one of them")
     chosen = resolve_device(device)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for model in models:
+    console = new_console(stderr=True, highlight=False, soft_wrap=True)
+    # Folders of published models; other names stay as they are.
+    sources = [fetch_source(model) for model in models]
+    for model in sources:
         if not untrained:
             find_classification_run(model)
-    run = open_run(ClassificationConfig, models[0]) if has_config(models[0]) else None
+    run = open_run(ClassificationConfig, sources[0]) if has_config(sources[0]) else None
     config = ClassificationDataOptions(path=data).applied_to(
         None if run is None else run.config.data, ClassificationDataConfig()
     )
@@ -236,7 +240,7 @@ def analyze_command(
         open_untrained(model, img_size)
         if untrained
         else load_classifier(model, checkpoint=checkpoint, img_size=img_size)
-        for model in models
+        for model in sources
     ]
     for classifier in classifiers:
         most = max(settings.images, settings.confusion_images)

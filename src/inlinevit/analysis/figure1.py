@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 from torch import Tensor
 
 from ..engine.outputs import check_output_folder
 from ..ops import apply_feature_map, attention_weights
 from ..report import STYLES, Table, plot_style, rich_table, save_figure
 from ..utils.atomic import atomic_write_json, make_output_dir
+from ..utils.console import new_console
 
 ATTENTIONS = ("softmax", "linear", "inline")
 # Four keys and two sets of four queries of width 2, fitted to the scores in the paper, which does not publish its
@@ -154,7 +154,7 @@ def figure1(output: str = "runs/figure1") -> None:
             cells = [" ".join(f"{score:.2f}" for score in weights) for weights in scores]
             rows.append((f"{case.letter} q{number + 1}", *cells))
     headings = ("query", *(STYLES[attention].name for attention in ATTENTIONS))
-    Console().print(rich_table(Table(headings, rows, "Weights of keys 1 to 4")))
+    new_console().print(rich_table(Table(headings, rows, "Weights of keys 1 to 4")))
     save_figure(plot_figure1(cases), folder, "figure1")
     content = {
         case.letter: {

@@ -22,6 +22,8 @@ from ..layers import AttentionAdapter, BaseAttention, SoftmaxAttention
 from ..layers.base_attention import HeadGroup, join_head_groups
 from ..layers.registry import attention_name, overrides
 from ..ops import softmax_weights
+from ..ops.local import add_kernels
+from ..ops.weights import split_values
 from ..ops.windows import Windows, covers_map, merge_heads, window_partition, window_reverse
 from ..utils.validation import require
 from .layer import PADDING, PREFIX, Convolution, Layer, MaskFunction
@@ -123,7 +125,7 @@ def visit_own(name: str, visit: Visit, attn: BaseAttention, args: Any, kwargs: A
         if replaced is not None:
             joined = merge_heads(replaced)
             outputs.append(window_reverse(joined, group.windows) if layer.sees_map else joined)
-    return attn.proj_drop(attn.proj(join_head_groups(outputs).to(output.dtype))) if outputs else None
+    return attn.project_out(join_head_groups(outputs).to(output.dtype), given["x"]) if outputs else None
 
 
 def visit_adapter(
@@ -150,19 +152,23 @@ def visit_adapter(
         size, places = find_places(group.q)
         layer = replace(layer, size=size, places=places)
     replaced = visit(layer)
-    return None if replaced is None else attn.proj_drop(attn.proj(merge_heads(replaced).to(output.dtype)))
+    return None if replaced is None else attn.project_out(merge_heads(replaced).to(output.dtype), x)
 
 
 def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, kernel_tokens: Tensor) -> Layer:
     """Return what an attention computes for one head group; kernel_tokens as in BaseAttention.forward."""
     q, k, v, windows = group
+    # Each matrix of weights is shown as a head, with its part of the values. What RALA has behind the keys is not one.
+    matrices = attn.matrices_per_head
+    shown = (q, k[..., : q.shape[3]])
+    shown_q, shown_k = (x if matrices == 1 else x.repeat_interleave(matrices, dim=1) for x in shown)
     return Layer(
         name if windows.num_head_groups == 1 else f"{name} ({windows.head_group + 1} of {windows.num_head_groups})",
         attention_name(type(attn)),
         (windows.map_height, windows.map_width),
-        q,
-        k,
-        v,
+        shown_q,
+        shown_k,
+        split_values(v, matrices),
         places_in_windows(windows, q.shape[2], q.device),
         k.shape[2] == q.shape[2],
         lambda first, last, mask: attn.attention_weights(q[:, :, first:last], k, v, windows, mask, first),
@@ -172,11 +178,13 @@ def layer_of_head_group(name: str, attn: BaseAttention, group: HeadGroup, kernel
 
 def convolution_of_head_group(attn: BaseAttention, group: HeadGroup, kernel_tokens: Tensor) -> Convolution | None:
     """Return the convolution that an attention adds for one head group: dynamic and static kernels as one."""
-    heads, windows = group.q.shape[1], group.windows
+    heads, windows = group.q.shape[1] * attn.matrices_per_head, group.windows
     kernels, static, bias = attn.local_kernels(kernel_tokens, windows), attn.static_kernels(windows), None
     if static is not None:
-        weight = static[0].flatten(1).expand(group.q.shape[0], -1, -1)
-        kernels = weight if kernels is None else kernels + weight
+        weight = static[0].squeeze(1)
+        if kernels is not None:
+            weight = add_kernels(weight, kernels.unflatten(2, (3, 3)))
+        kernels = weight.flatten(-2).expand(group.q.shape[0], -1, -1)
         bias = static[1].unflatten(0, (heads, -1))
     if kernels is None:
         return None

@@ -96,5 +96,6 @@ def hide_at_random(layer: Layer, first: int, last: int, side: int, generator: to
     numbers = torch.rand(near.shape, generator=generator, dtype=torch.float64).to(near.device)
     numbers = numbers.masked_fill(layer.places[:, None, :] < 0, -1.0)
     count = near.sum(dim=-1, keepdim=True)
-    lowest_hidden = numbers.sort(dim=-1, descending=True).values.gather(-1, (count - 1).clamp(min=0))
+    highest = numbers.topk(max(1, int(count.max())), dim=-1).values
+    lowest_hidden = highest.gather(-1, (count - 1).clamp(min=0))
     return (numbers < lowest_hidden) | (count == 0)

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
 from ..engine.config import MOST_STEPS, MOST_WORKERS
+from ..utils.console import new_console
 from ..utils.validation import Range, check_value, require
 from .machine import GEMM_FLOPS, describe_machine, free_memory, gemm, gemm_rate, pinned_threads
 from .memory import peak_memory
@@ -139,7 +139,7 @@ def measure(
     require_modes(used, device=conditions.device, backward=conditions.backward)
     notes = list(notes)
     measurements: list[Measurement] = []
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     # Refreshed between measurements only, so that it takes no time from them.
     bar = Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
     with pinned_threads(conditions.threads), bar:

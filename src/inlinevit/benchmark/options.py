@@ -24,6 +24,29 @@ FAMILIES: dict[str, dict[str, str | None]] = {
 }
 
 
+# DeiT-T with every attention, as published: with its own surroundings and number of heads.
+ATTENTION_MODELS = [
+    f"{name}_deit_tiny"
+    for name in (
+        "inline",
+        "softmax",
+        "linear",
+        "hydra",
+        "efficient",
+        "angular",
+        "enhanced",
+        "focused",
+        "mala",
+        "rala",
+        "polaformer",
+        "agent",
+        "vit3",
+        "mhla",
+        "circulant",
+    )
+]
+
+
 # How a candidate can be run; runtimes.MODES has the functions.
 ALL_MODES = [
     "eager",
@@ -93,6 +116,11 @@ BENCHES = {
         "DeiT-T at several resolutions",
         {"sizes": [224, 384, 640, 1024], "batches": [1, 8], "modes": FLOAT_MODES},
         {"sizes": [224, 384, 640], "batches": [1], "modes": ["eager"]},
+    ),
+    "attentions": Bench(
+        "DeiT-T with every attention, at two resolutions",
+        {"models": ATTENTION_MODELS, "sizes": [224, 640], "batches": [1], "modes": ["eager", "optimized"]},
+        {"sizes": [224], "modes": ["eager"]},
     ),
     "scaling": Bench(
         "how time and memory of DeiT-T grow with the number of tokens",

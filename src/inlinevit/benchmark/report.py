@@ -29,6 +29,7 @@ def conditions_sentence(results: Results) -> str:
     """Return how the results were measured."""
     settings, machine = results.settings, results.machine
     what = "Forward and backward" if settings["backward"] else "Forward"
+    what = "Training steps" if results.what == "step" else what
     threads = f"{settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
     where = f"{machine['gpu']}" if "gpu" in machine else f"{threads} of {machine['processor']}"
     precisions = " and ".join(dict.fromkeys(one.precision for one in results.measurements))
@@ -68,9 +69,12 @@ def print_results(results: Results, console: Console) -> None:
 
 def write_report(results: Results, folder: Path, name: str) -> Path:
     """Write NAME.json, NAME.html, NAME.png and NAME.svg, and return the path of the page."""
-    is_bench = results.what in BENCHES
-    title = f"inlinevit bench {results.what}" if is_bench else "Models before and after"
-    measured = BENCHES[results.what].help if is_bench else f"the models and those of {results.settings['revision']}"
+    if results.what in BENCHES:
+        title, measured = f"inlinevit bench {results.what}", BENCHES[results.what].help
+    elif results.what == "step":
+        title, measured = "Training steps", f"processor time of the recipe {results.settings['recipe']}"
+    else:
+        title, measured = "Models before and after", f"the models and those of {results.settings['revision']}"
     report = Report(title, f"Measured: {measured}. {modes_sentence(results)}")
     report.add(Section("benchmark", name, make_blocks(results), asdict(results)))
     page = report.write(folder, name)

@@ -27,6 +27,7 @@ class Measurement:
         runtime: What ran it.
         precision: "float32" or "int8".
         cosine: In int8, the cosine between its outputs and those in float32.
+        first_seconds: Wall time of the first call, if it compiles the model; None if it was not measured.
     """
 
     comparison: str
@@ -43,6 +44,7 @@ class Measurement:
     runtime: str = "eager"
     precision: str = "float32"
     cosine: float | None = None
+    first_seconds: float | None = None
 
     @property
     def images_per_second(self) -> float:

@@ -61,6 +61,7 @@ COMPARISONS: dict[str, Callable[..., list[Comparison]]] = {
     "accuracy": accuracy_comparisons,
     "window": window_comparisons,
     "resolution": partial(model_comparisons, [INLINE_DEIT, SOFTMAX_DEIT]),
+    "attentions": model_comparisons,
     "scaling": partial(model_comparisons, [INLINE_DEIT, f"{INLINE_DEIT}:attention=linear", SOFTMAX_DEIT]),
     "detection": detector_comparisons,
 }

@@ -26,6 +26,8 @@ def summary_tables(results: Results) -> list[Table]:
         return [accuracy_table(results)]
     if results.what == "detection":
         return [detection_table(results)]
+    if results.what == "step":
+        return [step_table(results)]
     if results.what == "scaling":
         return [ratio_table(results), exponents_table(results)]
     names = {one.name for one in results.measurements}
@@ -148,6 +150,35 @@ def detection_table(results: Results) -> Table:
     ]
     headings = ("detector", "backbone", "GMACs", "s", "× time", "MB", "× memory")
     return Table(headings, rows, "Whole detectors; MB is the peak beyond weights and input; × is relative to the first")
+
+
+def step_table(results: Results) -> Table:
+    """Return the processor time of training steps, and after how many of them compilation has paid."""
+    eager = {one.name: one.seconds.median for one in results.measurements if one.mode == "eager"}
+    softmax = {one.mode: one.seconds.median for one in results.measurements if one.name.endswith("attention=softmax")}
+    rows = []
+    for one in results.measurements:
+        median, before = one.seconds.median, eager.get(one.name)
+        steps = MISSING
+        if one.first_seconds is not None and before is not None:
+            # Compilation takes wall time; a step that is alone on its cores takes as much as its processor time.
+            steps = f"{one.first_seconds / (before - median):,.0f}" if median < before else "never"
+        rows.append(
+            (
+                one.name,
+                one.mode,
+                three_digits(1000 * median),
+                MISSING if one.mode not in softmax else f"{median / softmax[one.mode]:.2f}",
+                MISSING if one.first_seconds is None else f"{one.first_seconds:.0f}",
+                steps,
+            )
+        )
+    headings = ("model", "mode", "ms of processor time", "× softmax", "first step, s", "pays after steps")
+    caption = (
+        "Processor time of a training step: forward, loss, backward, clipping, update; × softmax is relative to softmax"
+        " in the same mode"
+    )
+    return Table(headings, rows, caption)
 
 
 def exponents_table(results: Results) -> Table:

@@ -35,6 +35,7 @@ def interleave(
     patience: float = inf,
     rehearse_below: float = 0.0,
     device: torch.device | None = None,
+    processor_time: bool = False,
     console: Console | None = None,
 ) -> dict[str, list[float]]:
     """Time functions in alternation: A, B, A, B, ….
@@ -47,12 +48,16 @@ def interleave(
         rehearse_below: Functions that last took fewer seconds are called once, untimed, before each timed call, so that
             the caches have their data and not those of the function before.
         device: Where the functions run. CUDA devices are timed by CUDA events, others by the wall clock.
+        processor_time: Whether to take the processor time of all threads of this process instead, which other load on
+            the machine changes less.
         console: Where to show a progress bar; None = nowhere.
 
     Returns:
         Seconds of each call, by name.
     """
     clock = _gpu_seconds if device is not None and device.type == "cuda" else _wall_seconds
+    if processor_time:
+        clock = _processor_seconds
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     steps = range(warmup + rounds)
     latest = dict.fromkeys(functions, inf)
@@ -76,6 +81,13 @@ def _wall_seconds(function: Callable[[], object]) -> float:
     function()
     _wait_for_device()
     return time.perf_counter() - started
+
+
+def _processor_seconds(function: Callable[[], object]) -> float:
+    """Time a call by the processor time of this process, user and system."""
+    started = time.process_time()
+    function()
+    return time.process_time() - started
 
 
 def _gpu_seconds(function: Callable[[], object]) -> float:

@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
-from rich.console import Console
 from torch import Tensor, nn
 
 from ..engine.config import MOST_STEPS
 from ..engine.trainer import Trainer
 from ..tasks.classification.config import ClassificationConfig
 from ..tasks.classification.task import Classification
+from ..utils.console import new_console
 from ..utils.validation import Range, check_value
 from .timing import Quartiles, interleave, quartiles
 
@@ -57,7 +57,7 @@ def measure_loop(config: ClassificationConfig, steps: int = 30) -> dict[str, Any
     check_value("steps", steps, int, Range(2, MOST_STEPS))
     with TemporaryDirectory() as folder:
         config = replace(config, run=replace(config.run, output=str(Path(folder) / "run"), resume="never"))
-        console, numbers = Console(stderr=True), count()
+        console, numbers = new_console(stderr=True), count()
         on_tensors = Trainer(Classification(config), config)
         batch = first_batch(on_tensors)
         steps_on_tensors = {

@@ -22,7 +22,8 @@ def analyze(
     """Measure confusion, locality, masking and maps of the attention of models, side by side.
 
     Args:
-        models: Folders of training runs, or names of models of this library or of timm.
+        models: Folders of training runs, names of models of this library or of timm, or published models
+            (hf-hub:USER/NAME, local-dir:FOLDER).
         data: Labelled images, as for inlinevit train; their evaluation split is used. null = those of the first model's
             training run, or the embedded ones.
         images: Number of images to measure locality and masking on.

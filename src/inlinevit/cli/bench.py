@@ -56,11 +56,10 @@ def make_study_parser(name: str) -> ArgumentParser:
 
 def run_study(what: str, settings: Namespace) -> None:
     """Measure one of BENCHES."""
-    from rich.console import Console
-
     from ..benchmark.report import print_results, write_report
     from ..benchmark.studies import run_bench
     from ..engine.outputs import check_output_folder
+    from ..utils.console import new_console
 
     options = vars(settings)
     output, name = options.pop("output"), options.pop("name")
@@ -69,7 +68,7 @@ def run_study(what: str, settings: Namespace) -> None:
     if output is not None:
         check_output_folder(output, [f"{name}.{ending}" for ending in ("html", "json", "png", "svg")])
     results = run_bench(what, **options)
-    print_results(results, Console())
+    print_results(results, new_console())
     if output is not None:
         print(f"the report is {write_report(results, Path(output), name)}")
 
@@ -88,10 +87,10 @@ def make_loop_parser() -> ArgumentParser:
 
 def run_loop(settings: Namespace) -> None:
     """Measure the training loop."""
-    from rich.console import Console
     from rich.table import Table
 
     from ..benchmark.train_loop import measure_loop
+    from ..utils.console import new_console
 
     config = to_config(settings, ClassificationConfig)
     # A recipe may set them without an effect; an option may not.
@@ -107,7 +106,7 @@ def run_loop(settings: Namespace) -> None:
     table = Table("a step", "ms, quartiles", title=f"{numbers['threads']} threads")
     for name in ("training", "data_only", "loop_on_tensors", "bare_on_tensors"):
         table.add_row(name, "  ".join(f"{1000 * seconds:.1f}" for seconds in numbers[name]))
-    Console().print(table)
+    new_console().print(table)
     print(f"without a model, the loop is {numbers['times_faster_without_model']:.1f} times as fast")
     print(f"on tensors, the loop takes {numbers['overhead_percent']:.1f} % longer than a bare step")
 

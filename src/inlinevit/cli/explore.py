@@ -21,8 +21,9 @@ def explore(
     """Open a local web page that shows the attention of models: click a patch, and see which weights it gives.
 
     Args:
-        models: Folders of training runs, or of several runs, such as runs/demo; or names of models of this library or
-            of timm. None = runs/demo if there is one, else three models with random weights.
+        models: Folders of training runs, or of several runs, such as runs/demo; names of models of this library or of
+            timm; or published models (hf-hub:USER/NAME, local-dir:FOLDER). None = runs/demo if there is one, else
+            three models with random weights.
         images: Pictures to offer: files, folders or patterns. Any picture can be dropped into the page.
         static: Write the page with some pictures to this folder, for any web server, instead of serving it.
         pretrained: Download the published weights of models that are given by name.

@@ -139,12 +139,13 @@ def show_table(headings: list[str], rows: list[list[str]], caption: str, format:
     elif format == "markdown":
         print("\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows]))
     else:
-        from rich.console import Console
         from rich.table import Table
+
+        from ..utils.console import new_console
 
         shown = Table(*headings, caption=caption)
         for column in shown.columns[1:]:
             column.justify = justify
         for row in rows:
             shown.add_row(*row)
-        Console().print(shown)
+        new_console().print(shown)

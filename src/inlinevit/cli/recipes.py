@@ -28,13 +28,14 @@ def run(settings: Namespace) -> None:
         print(f"# {about[name]}\n# {COMMANDS[tasks[name]]} --config {name}")
         print(yaml.safe_dump(load_recipe(name, tasks[name]), sort_keys=False), end="")
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from ..utils.console import new_console
 
     table = Table("name", "task", "description")
     table.caption = "--config NAME takes them; `inlinevit recipes NAME` prints one"
     table.columns[0].no_wrap = True
     for name, task in tasks.items():
         table.add_row(name, task, Text(about[name]))
-    Console().print(table)
+    new_console().print(table)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from torch import nn
 
 from ..models.hub import fetch_source
 from ..utils.atomic import atomic_text_writer, atomic_write_bytes, finite, make_output_dir
+from ..utils.console import new_console
 from ..utils.validation import require
 from .config import EvalOptions
 from .distributed import run_local_main_first
@@ -195,7 +195,7 @@ def eval_command(task: type["Task"], model: str | None, options: EvalOptions) ->
         if options.output is not None:
             facts = {"model": published, "checkpoint": options.checkpoint, "data": data.location}
             save_evaluation(evaluation, title, facts | predictor.settings(options), Path(options.output))
-            Console(stderr=True).print(f"results are in {options.output}", markup=False, highlight=False)
+            new_console(stderr=True).print(f"results are in {options.output}", markup=False, highlight=False)
     accelerator.end_training()
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..utils.atomic import atomic_write_bytes, disk_full_errors, finite
+from ..utils.console import new_console
 from .checkpoints import Progress as RunProgress
 from .config import TrainConfig, flattened, to_plain
 from .monitor import StepValues
@@ -31,7 +31,7 @@ class RunLogger:
         self.first_step, self.steps_per_epoch = progress.step, progress.steps_per_epoch
         self.file = Path(config.run.output) / "metrics.jsonl"
         self.text_file = Path(config.run.output) / "train.log"
-        self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
+        self.console = new_console(stderr=True, quiet=not accelerator.is_main_process)
         self.bar = Progress(
             TextColumn("epoch {task.fields[epoch]}" if config.schedule.steps is None else "step"),
             BarColumn(),

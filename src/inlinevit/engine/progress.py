@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,6 +17,7 @@ from rich.progress import (
 )
 
 from ..data.images import printable
+from ..utils.console import new_console
 
 # Seconds between lines in a log; shorter jobs print nothing there.
 LINE_SECONDS = 30.0
@@ -90,7 +90,7 @@ class _Job:
 
 def _make_display() -> Progress | None:
     """Return rich's display of bars; None if stderr is not a terminal."""
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     if not console.is_interactive:
         return None
     return Progress(

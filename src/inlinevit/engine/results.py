@@ -9,13 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..data.images import printable
 from ..data.pixels import AnyImage
 from ..utils.atomic import json_items
+from ..utils.console import new_console
 
 if TYPE_CHECKING:
     from .evaluator import Evaluation
@@ -70,7 +70,7 @@ def class_rows(names: Sequence[str], scores: Mapping[str, Sequence[float]]) -> l
 
 def print_evaluation(title: str, evaluation: "Evaluation") -> None:
     """Print what was evaluated, the tables of an evaluation and the scores of its classes."""
-    console = Console()
+    console = new_console()
     console.print(Text(f"{title}, {evaluation.images} images"), soft_wrap=True)
     for rows in [*evaluation.tables(), class_rows(*evaluation.class_scores())]:
         if rows:
@@ -126,7 +126,7 @@ def write_table(predictions: ClassPredictions, stream: TextIO) -> None:
                 end_section=rank == len(classes) - 1,
             )
     if table.row_count:
-        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
+        new_console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(table)
 
 
 def class_record(prediction: Prediction[list[ClassProbability]]) -> dict[str, Any]:

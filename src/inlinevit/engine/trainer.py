@@ -12,7 +12,7 @@ from accelerate.utils import broadcast, send_to_device
 from torch import Tensor, nn
 
 from ..data.batch_plan import BatchPlan
-from ..layers.registry import modules_of_attentions
+from ..layers import modules_of_attentions, project_parameters
 from ..parallel import parallelize_sequence, whole_images
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
@@ -92,7 +92,8 @@ class Trainer:
         )
         if run.fsdp:
             model = shard_model(model, self.accelerator)
-        optimizer = make_optimizer(model, config.optimizer, self.total_batch)
+        on_cpu = self.accelerator.device.type == "cpu"
+        optimizer = make_optimizer(model, config.optimizer, self.total_batch, fused=on_cpu and not run.fsdp)
         self.scheduler, self.total_steps = make_scheduler(
             optimizer, config.schedule, config.optimizer, self.total_batch, self.steps_per_epoch
         )
@@ -213,6 +214,7 @@ class Trainer:
                         self.require_finite(StepValues(step + 1, self.learning_rate, 0.0, own, mean))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+        project_parameters(self.unwrapped_model)
         if self.ema is not None:
             self.ema.update(self.unwrapped_model, step=step)
         return numbers
@@ -248,8 +250,7 @@ class Trainer:
 
     def evaluate(self, log: RunLogger) -> None:
         """Evaluate the EMA weights if there are any, otherwise the weights; a checkpoint of them exists already."""
-        model = self.unwrapped_model if self.ema is None else self.ema.module
-        model.eval()
+        model = (self.unwrapped_model if self.ema is None else self.ema.module).eval()
         # Each process has gathered statistics of its own, such as those of batch norms.
         broadcast(list(model.buffers()))
         with whole_images(model):

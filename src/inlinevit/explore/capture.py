@@ -1,6 +1,6 @@
 """What the attention layers of a model computed from one image, kept for as long as the image is explored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.hooks import run_masked, watch
-from ..analysis.layer import Layer
+from ..analysis.layer import Layer, MaskFunction
 from ..analysis.masking import hide_at_random, hide_near
 from .rows import KINDS, local_weights, locate, weights_of_query
 
 # Tokens of a map, and bytes of queries, keys and values of all layers, beyond which an image is refused.
 MOST_TOKENS = 2**14
 MOST_BYTES = 2**30
-# Maps beyond this are not masked: that computes the weights of all queries.
-MOST_MASKED_TOKENS = 2**12
+# Attention weights of all layers beyond which nothing is masked, because that computes all of them: for minutes.
+MOST_MASKED_WEIGHTS = 2**28
 # Queries of a layer that its locality is measured on, and of maps with more than so many tokens.
 LOCALITY_QUERIES = 24
 LARGE_MAP = 1024
@@ -123,17 +123,36 @@ def near_query(layer: Layer, window: int, token: int, side: int = 3) -> Tensor:
 
 def masked_sides(found: Capture, sides: Sequence[int] = (3, 5, 7)) -> list[int]:
     """Return the side lengths of neighbourhoods that can be hidden; none if queries have no neighbourhood."""
-    if found.reduced or any(layer.size[0] * layer.size[1] > MOST_MASKED_TOKENS for layer in found.layers):
+    # (windows, heads, tokens, width)
+    weights = sum(layer.q.shape[0] * layer.q.shape[1] * layer.q.shape[2] ** 2 for layer in found.layers)
+    if found.reduced or weights > MOST_MASKED_WEIGHTS:
         return []
     smallest = min(min(layer.size) for layer in found.layers)
     return [side for side in sides if side < smallest]
 
 
-def masked_logits(model: nn.Module, image: Tensor, side: int) -> dict[str, Tensor]:
-    """Return the logits (classes,) with each query's neighbourhood, or as many random tokens, hidden in all layers."""
+def masked_logits(
+    model: nn.Module, image: Tensor, side: int, check: Callable[[], object] = lambda: None
+) -> dict[str, Tensor]:
+    """Return the logits (classes,) with each query's neighbourhood, or as many random tokens, hidden in all layers.
+
+    Args:
+        model: See capture().
+        image: (channels, H, W).
+        side: Side length of the neighbourhood.
+        check: Called often; what it raises ends the computation.
+    """
     generator = torch.Generator().manual_seed(0)
     masks = {
         "near": partial(hide_near, side=side),
         "random": partial(hide_at_random, side=side, generator=generator),
     }
-    return {name: run_masked(model, image.unsqueeze(0), mask)[0].float().cpu() for name, mask in masks.items()}
+
+    def checked(mask: MaskFunction, layer: Layer, first: int, last: int) -> Tensor:
+        check()
+        return mask(layer, first, last)
+
+    return {
+        name: run_masked(model, image.unsqueeze(0), partial(checked, mask))[0].float().cpu()
+        for name, mask in masks.items()
+    }

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ..data.images import display_name, find_images
 from ..engine.outputs import check_output_folder
+from ..utils.console import new_console
 from ..utils.files import read_bytes
 from ..utils.memory import GIGABYTE
 from ..utils.validation import Range, check_value, require
@@ -45,7 +46,7 @@ def explore_command(
     most = MOST_PIXELS if max_pixels is None else max_pixels
     check_value("max_pixels", most, int, Range(1, 2**40))
     require(bool(host.strip()), "host is empty: leave it out for 127.0.0.1")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = new_console(stderr=True, highlight=False, soft_wrap=True)
     if static is not None:
         require(bool(static.strip()), "--static is empty: name a folder")
         check_site(Path(static))
@@ -136,3 +137,6 @@ def serve(explorer: Explorer, listening: socket.socket, host: str, browser: bool
     except KeyboardInterrupt:
         # uvicorn has shut down, and raises the interrupt again.
         print("stopped", file=sys.stderr)
+    finally:
+        # Python waits for computations in other threads before it exits.
+        explorer.close()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from .. import __version__
 from ..analysis.confusion import DELTA, EPSILON
 from ..report import STYLES
 from ..utils.validation import require
-from .capture import MOST_MASKED_TOKENS, Capture, capture, masked_logits, masked_sides
+from .capture import Capture, capture, masked_logits, masked_sides
 from .pictures import (
     MOST_PIXELS,
     MOST_UPLOAD_BYTES,
@@ -75,7 +76,8 @@ class Explorer:
         self.max_pixels = max_pixels
         embedded = fashion_samples() if any(subject.is_fashion_mnist for subject in subjects) else []
         self.samples = [*samples, *embedded, *drawn_samples()]
-        self._lock = threading.Lock()
+        # One picture is opened at a time, and one model runs at a time; clicks wait for neither.
+        self._opening, self._running, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._picture: Picture | None = None
         self._count = 0
 
@@ -98,7 +100,7 @@ class Explorer:
         Raises:
             ValueError: It cannot be used. The image before it stays.
         """
-        with self._lock:
+        with self._opening:
             specs = [subject.predictor.spec for subject in self.subjects]
             return self._open(read_picture(content, name, specs, self.max_pixels), clean_name(name))
 
@@ -109,23 +111,30 @@ class Explorer:
         loaded = sample.load()
         if not isinstance(loaded, Image.Image):
             return self.open_bytes(loaded, sample.title)
-        with self._lock:
+        with self._opening:
             return self._open(to_inputs(loaded, [subject.predictor.spec for subject in self.subjects]), sample.title)
 
     def _open(self, inputs: list[Tensor], title: str) -> dict[str, Any]:
-        # Before the new image takes memory.
-        self._picture = None
+        # Before the new image takes memory. This also ends what is still computed for the old one.
+        self.close()
         moved, captures = [], []
-        for subject, pixels in zip(self.subjects, inputs, strict=True):
-            model = subject.predictor.model
-            moved.append(pixels.to(next(model.parameters()).device))
-            try:
-                captures.append(capture(model, moved[-1]))
-            except ValueError as error:
-                raise ValueError(f"{subject.label} cannot be explored: {error}") from error
-        self._count += 1
-        self._picture = Picture(self._count, title, moved, captures)
-        return self.describe_picture(self._picture)
+        with self._running:
+            for subject, pixels in zip(self.subjects, inputs, strict=True):
+                model = subject.predictor.model
+                moved.append(pixels.to(next(model.parameters()).device))
+                try:
+                    captures.append(capture(model, moved[-1]))
+                except ValueError as error:
+                    raise ValueError(f"{subject.label} cannot be explored: {error}") from error
+        with self._lock:
+            self._count += 1
+            self._picture = picture = Picture(self._count, title, moved, captures)
+        return self.describe_picture(picture)
+
+    def close(self) -> None:
+        """Forget the image; computations about it end soon."""
+        with self._lock:
+            self._picture = None
 
     def describe_picture(self, picture: Picture) -> dict[str, Any]:
         """Return its number and title and, of each model, layers, prediction and which neighbourhoods can be hidden."""
@@ -202,9 +211,12 @@ class Explorer:
         """Return the prediction with each query's neighbourhood, or as many random tokens, hidden in all layers."""
         with self._lock:
             picture, found, subject = self._find(image, model)
-            allowed = masked_sides(found)
-            require(side in allowed, why_not_masked(found) or f"side is {side}: choose one of {allowed}")
-            logits = masked_logits(subject.predictor.model, picture.inputs[model], side)
+        allowed = masked_sides(found)
+        require(side in allowed, why_not_masked(found) or f"side is {side}: choose one of {allowed}")
+        # Takes seconds for large maps, in which clicks are answered; it ends when another image is opened.
+        with self._running:
+            check = partial(self._find, image, model)
+            logits = masked_logits(subject.predictor.model, picture.inputs[model], side, check)
         return {name: top_classes(some, subject.predictor.classes) for name, some in logits.items()}
 
     def capture_of(self, image: int, model: int) -> Capture:
@@ -268,7 +280,7 @@ def why_not_masked(found: Capture) -> str:
     smallest = min(min(layer.size) for layer in found.layers)
     if smallest <= 3:
         return f"its smallest map has a side of {smallest}, too small to hide a neighbourhood"
-    return f"its maps have more than {MOST_MASKED_TOKENS} tokens, for which hiding takes too long"
+    return "its maps have so many tokens that hiding would take minutes"
 
 
 def top_classes(logits: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:

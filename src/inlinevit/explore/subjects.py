@@ -8,8 +8,10 @@ from pathlib import Path
 from ..analysis.analyze import attention_of, labels_of, open_untrained
 from ..engine.runs import has_config
 from ..engine.setup import resolve_device
+from ..models.hub import fetch_source
 from ..tasks.classification.config import ClassificationConfig
 from ..tasks.classification.predictor import ClassificationPredictor, find_classification_run, load_classifier
+from ..tasks.classification.published import is_published
 from ..utils.validation import require
 
 DEMO = "runs/demo"
@@ -52,8 +54,9 @@ def open_subjects(
     """Open the models that a user names.
 
     Args:
-        models: Folders of runs or of several runs, such as runs/demo, or names of models; none = runs/demo if there is
-            one, else three models with random weights.
+        models: Folders of runs or of several runs, such as runs/demo, names of models, or published models
+            (hf-hub:USER/NAME, local-dir:FOLDER); none = runs/demo if there is one, else three models with random
+            weights.
         pretrained: Download the published weights of models that are given by name; they have random weights otherwise.
         checkpoint: As for inlinevit eval; the same for all models.
         img_size: Side of the images that the models see; None = what they were trained for.
@@ -71,16 +74,18 @@ def open_subjects(
     require(len(names) <= MOST_MODELS, f"{len(names)} models are too many to compare: name at most {MOST_MODELS}")
     opened = []
     for name in names:
-        is_trained = has_config(name) or pretrained or checkpoint is not None
-        if is_trained or Path(name).is_dir() or "/" in name:
+        source = fetch_source(name)
+        is_run, has_weights = has_config(source), pretrained or is_published(source)
+        is_trained = is_run or has_weights or checkpoint is not None
+        if is_trained or Path(source).is_dir() or "/" in source:
             # Refuses what is neither a run nor a model.
-            find_classification_run(name)
+            find_classification_run(source)
         if is_trained:
-            predictor = load_classifier(name, checkpoint=checkpoint, img_size=img_size)
+            predictor = load_classifier(source, checkpoint=checkpoint, img_size=img_size)
         else:
-            predictor = open_untrained(name, img_size)
+            predictor = open_untrained(source, img_size)
         predictor.model.to(chosen)
-        weights = "checkpoint" if checkpoint else "run" if has_config(name) else "published" if pretrained else "random"
+        weights = "checkpoint" if checkpoint else "run" if is_run else "published" if has_weights else "random"
         opened.append((name, predictor, weights))
     labels = labels_of(names, [attention_of(predictor.model) for _, predictor, _ in opened])
     subjects = [
@@ -111,6 +116,6 @@ def weights_notice(subjects: Sequence[Subject]) -> str:
         return ""
     who = "all models" if len(random) == len(subjects) else ", ".join(random)
     return (
-        f"The weights of {who} are random: this shows an architecture before any training. Name a training run, or "
-        "use --pretrained to download published weights"
+        f"The weights of {who} are random: this shows an architecture before any training, where attention is close to "
+        "uniform, and rows hardly differ. Name a training run, or use --pretrained to download published weights"
     )

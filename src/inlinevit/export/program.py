@@ -13,6 +13,7 @@ from ..engine.exported import MOST_PIXELS
 from ..layers import ResamplePosEmbed
 from ..layers.embed import resample_by_products
 from ..ops._common import is_symbolic
+from ..ops.pooling import bin_matrix
 from ..utils.validation import require
 
 # The shape of the example that is recorded: nothing depends on it, and no two of its lengths are equal.
@@ -53,14 +54,6 @@ class AdaptivePoolByProducts(nn.Module):
             bin_matrix(length, count, x) for length, count in zip(x.shape[-2:], self.output_size, strict=True)
         )
         return rows @ x @ columns.transpose(0, 1)
-
-
-def bin_matrix(length: int, count: int, like: Tensor) -> Tensor:
-    """Return the weights (count, length) of the means of adaptive pooling along an axis."""
-    places, bins = torch.arange(length, device=like.device), torch.arange(count, device=like.device)[:, None]
-    first, end = bins * length // count, ((bins + 1) * length + count - 1) // count
-    inside = (places >= first) & (places < end)
-    return inside.to(like.dtype) / (end - first).to(like.dtype)
 
 
 def exportable(model: nn.Module) -> nn.Module:

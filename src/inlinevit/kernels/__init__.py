@@ -4,11 +4,13 @@ The C++ sources are in native/. They are compiled when the package is installed 
 not depend on the versions of Python and torch; `status()` tells whether it is used.
 """
 
-from ._eager import is_eager, is_plain, needs_gradient
+from ._eager import is_compiled_training, is_eager, is_plain, needs_gradient
 from ._library import Status, available, status, unavailable_reason
-from .attention import DTYPES, inline_attention, local_kernels
+from .attention import DTYPES, inline_attention
 from .block import PackedBlock, pack_block
+from .gelu import computes_gelu, gelu
 from .linear import linear
+from .local import local_kernels
 from .packing import PackedLinear, pack_linear
 from .stream import StreamedBlock, TokenMoments
 
@@ -20,7 +22,10 @@ __all__ = [
     "StreamedBlock",
     "TokenMoments",
     "available",
+    "computes_gelu",
+    "gelu",
     "inline_attention",
+    "is_compiled_training",
     "is_eager",
     "is_plain",
     "linear",

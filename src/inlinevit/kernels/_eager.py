@@ -1,4 +1,4 @@
-"""Whether a compiled kernel may be called past torch's dispatcher, and without a gradient."""
+"""Whether a compiled kernel may be called: past torch's dispatcher, without a gradient, or in a compiled graph."""
 
 import torch
 from torch import Tensor, nn
@@ -27,4 +27,16 @@ def is_eager(x: Tensor) -> bool:
         # vmap, grad and jvp of torch.func, and forward-mode differentiation.
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
+    )
+
+
+def is_compiled_training(x: Tensor) -> bool:
+    """Return whether torch.compile records a graph on the CPU in which a tensor has a gradient; not torch.export."""
+    # torch.export says so since torch 2.7; before, it cannot be told from torch.compile.
+    return (
+        torch.compiler.is_compiling()
+        and hasattr(torch.compiler, "is_exporting")
+        and not torch.compiler.is_exporting()
+        and x.device.type == "cpu"
+        and needs_gradient(x)
     )

@@ -18,7 +18,7 @@ VARIANT_VARIABLE = "INLINEVIT_KERNELS"
 LIBRARY_VARIABLE = "INLINEVIT_KERNELS_LIBRARY"
 
 # Of native/api.h.
-API_VERSION = 6
+API_VERSION = 7
 
 
 class CWindows(Structure):
@@ -92,8 +92,12 @@ ARGUMENTS = {
     "attention_f64": [POINTER(CAttention), *[c_void_p] * 5],
     "attention_backward_f32": [POINTER(CAttention), *[c_void_p] * 7],
     "attention_backward_f64": [POINTER(CAttention), *[c_void_p] * 7],
-    "local_kernels_f32": [POINTER(CAttention), *[c_void_p] * 7],
-    "local_kernels_f64": [POINTER(CAttention), *[c_void_p] * 7],
+    "local_kernels_f32": [POINTER(CAttention), *[c_void_p] * 8],
+    "local_kernels_f64": [POINTER(CAttention), *[c_void_p] * 8],
+    "local_kernels_backward_f32": [POINTER(CAttention), *[c_void_p] * 10],
+    "local_kernels_backward_f64": [POINTER(CAttention), *[c_void_p] * 10],
+    "gelu": [c_int64, c_int64, c_void_p, c_void_p],
+    "gelu_backward": [c_int64, c_int64, c_void_p, c_void_p, c_void_p],
     "block": [POINTER(CBlock), c_void_p, c_void_p],
     "linear": [POINTER(CLinear), c_int64, c_int64, c_int64, c_void_p, c_void_p],
     "summarize": [POINTER(CBlock), c_int64, *[c_void_p] * 6],

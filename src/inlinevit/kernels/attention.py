@@ -53,56 +53,6 @@ def inline_attention(
     return attention(qkv, kernels, bias, num_heads, windows, scale, False)[0]
 
 
-def local_kernels(
-    x: Tensor,
-    windows: WindowSizes,
-    num_heads: int,
-    *,
-    weight1: Tensor,
-    bias1: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    added: Tensor | None = None,
-) -> Tensor:
-    """Make the kernels of the local residual, W₂·GELU(W₁·x̄), without a gradient. Not an operator: graphs use torch.
-
-    Args:
-        x: Tokens (batch, prefix + H·W, channels of all heads), float32 or float64 on the CPU. With prefix tokens, the
-            window must cover the map. x̄ is the mean over the real tokens of each window.
-        windows: ops.windows.Windows of the head group.
-        num_heads: Number of all heads.
-        weight1: W₁ of the head group, (channels of the group, head_dim, 1): a convolution with one group per head.
-        bias1: (channels of the group,).
-        weight2: W₂ of the head group, (9 · channels of the group, head_dim, 1).
-        bias2: (9 · channels of the group,).
-        added: (channels of the group, 9), added to all kernels: those of LePE.
-
-    Returns:
-        (batch · windows, channels of the group, 9).
-    """
-    if x.dim() != 3 or x.device.type != "cpu":
-        raise ValueError(
-            f"x must be (batch, tokens, channels) on the CPU, but it is {tuple(x.shape)} on the {x.device}"
-        )
-    packed = torch.Size((x.shape[0], x.shape[1], 3 * x.shape[2]))
-    shape = describe(packed, x.dtype, num_heads, tuple(windows), None, torch.get_num_threads())
-    channels, width = x.shape[2] // windows[7], x.shape[2] // num_heads
-    shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "weight1": (weight1, (channels, width, 1)),
-        "bias1": (bias1, (channels,)),
-        "weight2": (weight2, (9 * channels, width, 1)),
-        "bias2": (bias2, (9 * channels,)),
-        "added": (added, (channels, 9)),
-    }
-    check_tensors(x, shapes)
-    out = x.new_empty(count_units(x, windows), channels, 9)
-    if out.numel() > 0:
-        # A list, so that copies live until the kernel has read them.
-        tensors = [contiguous(tensor) for tensor in (x, weight1, bias1, weight2, bias2, added)]
-        call(f"local_kernels_{DTYPES[x.dtype]}", byref(shape), *map(pointer, tensors), out.data_ptr())
-    return out
-
-
 def check_windows(windows: Sequence[int], tokens: int, num_heads: int) -> None:
     """Raise ValueError for windows that do not fit the map, the tokens or the heads."""
     if len(windows) != 8:

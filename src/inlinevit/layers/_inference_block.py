@@ -15,7 +15,7 @@ from ._chunks import has_hooks, records_graph
 from ._native_linear import Int8Linear
 from ._packed import PackedWeights, is_plain
 from .base_attention import BaseAttention
-from .block import Block
+from .block import GELU, Block
 from .feature_map import FeatureMap
 from .inline_attention import InLineAttention, LocalResidual
 from .layouts import CrossStripes, SquareWindows, WholeMap
@@ -60,6 +60,7 @@ class InferenceBlock(Block):
         # Hooks of attention get all tokens.
         if has_hooks(self.attn) or not isinstance(self.attn, BaseAttention) or not self.attn.row_wise:
             return super().forward(x, feat_size)[:, :prefix]
+        x = self.encode_positions(x, feat_size)
         x = x[:, :prefix] + self.call_branch(attend_prefix, x, feat_size)
         return x + self.mlp_branch(x, (0, 0))
 
@@ -89,7 +90,7 @@ def attend_prefix(block: Block, x: Tensor, feat_size: tuple[int, int]) -> Tensor
 
     Args:
         block: The block.
-        x: Tokens (batch, prefix + H·W, dim).
+        x: Tokens (batch, prefix + H·W, dim), after the convolution at the beginning of the block, if there is one.
         feat_size: (H, W) of the map.
 
     Returns:
@@ -97,9 +98,10 @@ def attend_prefix(block: Block, x: Tensor, feat_size: tuple[int, int]) -> Tensor
     """
     attn = cast(BaseAttention, block.attn)
     prefix = x.shape[1] - feat_size[0] * feat_size[1]
-    ((q, k, v, windows),) = attn.partition(block.norm1(x), feat_size)
+    normed = block.norm1(x)
+    ((q, k, v, windows),) = attn.partition(normed, feat_size)
     out = merge_heads(attn.attend(q[:, :, :prefix], k, v, windows))
-    return block.drop_path1(attn.proj_drop(attn.proj(out)))
+    return block.drop_path1(attn.project_out(out, normed[:, :prefix]))
 
 
 def pack_block(block: Block, *, int8: bool) -> kernels.PackedBlock | None:
@@ -136,19 +138,22 @@ def pack_block(block: Block, *, int8: bool) -> kernels.PackedBlock | None:
 # Modules in blocks that the native kernel computes; subclasses of them may compute something else.
 NATIVE_PARTS = {
     *(InLineAttention, FeatureMap, LocalResidual, SoftmaxAttention, WholeMap, SquareWindows, CrossStripes),
-    *(Mlp, DropPath, Int8Linear),
+    *(Mlp, GELU, DropPath, Int8Linear),
     *(nn.LayerNorm, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GELU, nn.Dropout, nn.Identity),
 }
 
 
 def is_native(block: Block) -> bool:
     """Return whether the native kernel computes a block: with InLine or softmax attention, and a plain MLP."""
-    attn, mlp = block.attn, block.mlp
+    attn, mlp = cast(Any, block.attn), block.mlp
     return (
         kernels.available()
         and {type(part) for child in block.children() for part in child.modules()} <= NATIVE_PARTS
         and (is_native_inline(attn) or is_native_softmax(attn))
-        and (attn.lepe is None or cast(nn.Conv2d, attn.lepe).kernel_size == (3, 3))
+        and (attn.lepe is None or attn.lepe.kernel_size == (3, 3))
+        and attn.gate is None
+        and not attn.rope
+        and block.cpe is None
         and all(isinstance(norm, nn.LayerNorm) and norm.bias is not None for norm in (block.norm1, block.norm2))
         and isinstance(mlp, Mlp)
         and isinstance(mlp.act, nn.GELU)

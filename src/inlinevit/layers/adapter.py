@@ -183,6 +183,8 @@ class AttentionAdapter(nn.Module):
             raise ValueError(f"{name} cannot be causal, since all queries share its sums over keys: {remedy}")
         if attn_mask is None:
             return None
+        if type(self.attention).attention_weights is BaseAttention.attention_weights:
+            raise ValueError(f"{name} has no N×N weights, with which keys are masked: {remedy}")
         is_key_mask = attn_mask.dim() == 4 and attn_mask.shape[1:3] == (1, 1) and attn_mask.dtype == torch.bool
         if not is_key_mask:
             raise ValueError(
@@ -204,7 +206,7 @@ class AttentionAdapter(nn.Module):
         own = attention.score_bias(k, windows)
         bias = (bias if own is None else own + bias).to(q.dtype)
         out = ops.softmax_attention(attention.map_queries(q), k, v, bias=bias)
-        return self.finish(out, HeadGroup(q, k, v, windows), x)
+        return self.finish(out, HeadGroup(q, k, v, windows), x, x)
 
     def attend_masked(self, x: Tensor, feat_size: tuple[int, int], keys: Tensor) -> Tensor:
         """Compute attention as if some tokens did not exist, by the explicit weights.
@@ -216,18 +218,18 @@ class AttentionAdapter(nn.Module):
         """
         ((q, k, v, windows),) = self.attention.partition(x, feat_size)
         v = v.masked_fill(~keys.transpose(2, 3), 0.0)
-        out = self.attention.attention_weights(q, k, v, windows, keys) @ v
+        out = ops.apply_weights(self.attention.attention_weights(q, k, v, windows, keys), v)
         # x̄ of the local residual is the mean of the visible tokens.
         visible = keys.view(x.shape[0], -1, 1)
         mean = x.masked_fill(~visible, 0.0).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)
-        return self.finish(out, HeadGroup(q, k, v, windows), mean.to(x.dtype).expand_as(x))
+        return self.finish(out, HeadGroup(q, k, v, windows), mean.to(x.dtype).expand_as(x), x)
 
-    def finish(self, out: Tensor, group: HeadGroup, kernel_tokens: Tensor) -> Tensor:
-        """Add the convolution of the values to (batch, heads, tokens, head_dim), join the heads, and project."""
+    def finish(self, out: Tensor, group: HeadGroup, kernel_tokens: Tensor, x: Tensor) -> Tensor:
+        """Add the convolution of the values to (batch, heads, tokens, head_dim), join the heads, gate, and project."""
         attention, windows = self.attention, group.windows
         kernels, static = attention.local_kernels(kernel_tokens, windows), attention.static_kernels(windows)
         out = add_convolution(merge_heads(out), group.v, kernels, static, windows)
-        return attention.proj_drop(attention.proj(out))
+        return attention.project_out(out, x)
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         """Change the size of Swin's windows; called by timm's set_input_size."""

@@ -58,7 +58,8 @@ class ConvEmbed(nn.Module):
         x = pad_to_multiple(x, self.stride)
         if self.patches_as_rows:
             return self.norm(F.linear(patch_rows(x, self.stride), self.proj.weight.flatten(1), self.proj.bias))
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+        # Residual connections would keep the order of the map in memory, and each norm and product would copy it.
+        return self.norm(self.proj(x).permute(0, 2, 3, 1).contiguous())
 
 
 @register_notrace_function

@@ -21,6 +21,8 @@ class HydraAttention(BaseAttention):
     """
 
     row_wise = True
+    # Heads of one channel have no pairs of channels.
+    supports_rope = False
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, dim, **kwargs)

@@ -11,7 +11,7 @@ from torch.nn.modules import module as module_hooks
 from .. import kernels, ops
 from ..ops._common import autocast_off, is_exporting
 from ..ops.inline import PATHS, QKV_PATHS, PathParams, select_path
-from ..ops.local import add_convolution
+from ..ops.local import add_convolution, local_kernels, widen
 from ..ops.windows import (
     Windows,
     count_windows,
@@ -75,7 +75,7 @@ class InLineAttention(BaseAttention):
             return self.attend_folded(x, feat_size, kernel_tokens)
         if path != "native":
             return None
-        qkv, outputs = self.qkv(x), []
+        qkv, outputs = self.project_qkv(x, feat_size), []
         for windows in groups:
             taps, bias = self.convolution(kernel_tokens, windows)
             outputs.append(kernels.inline_attention(qkv, windows, self.num_heads, kernels=taps, bias=bias))
@@ -94,6 +94,7 @@ class InLineAttention(BaseAttention):
             dtype=dtype,
             device=device,
             eager=kernels.is_eager(x),
+            compiled_training=kernels.is_compiled_training(x),
             exporting=is_exporting(),
             unavailable=self.unavailable_paths(dtype, device, groups),
         )
@@ -109,6 +110,10 @@ class InLineAttention(BaseAttention):
             reasons["native"] = reason
         elif dtype not in kernels.DTYPES or device not in ("cpu", "meta"):
             reasons["native"] = f"it computes float32 and float64 on a CPU, not {dtype} on {device}"
+        if self.lepe is not None and self.lepe.kernel_size[0] > 3:
+            reasons["native"] = f"lepe has a side of {self.lepe.kernel_size[0]}, and it convolves with 3×3 kernels"
+        if self.rope:
+            reasons["folded"] = "rope rotates queries and keys, which it does not compute"
         # Only a plain linear layer can be folded, not one that was replaced or that has hooks.
         if len(groups) > 1 or not covers_map(groups[0]) or type(self.qkv) is not nn.Linear or has_hooks(self.qkv):
             reasons["folded"] = "it needs a plain nn.Linear as qkv, without hooks, and one window that covers the map"
@@ -143,7 +148,7 @@ class InLineAttention(BaseAttention):
             (batch · windows, channels of the head group, 9) and (channels of the head group,), or None.
         """
         static = self.static_kernels(windows)
-        weight, bias = (None, None) if static is None else (static[0].flatten(1), static[1])
+        weight, bias = (None, None) if static is None else (widen(static[0], 3).flatten(1), static[1])
         local, replaced = self.local_residual, type(self).local_kernels is not InLineAttention.local_kernels
         few = kernel_tokens.shape[0] * count_windows(windows) <= MOST_NATIVE_MEANS
         if local is not None and not replaced and few and local.is_native(kernel_tokens, weight):
@@ -191,7 +196,7 @@ class InLineAttention(BaseAttention):
 
 def replaced_method(kind: type[InLineAttention]) -> str | None:
     """Return a method that a subclass defines, and that paths which do not start from q, k and v would not call."""
-    methods = ("attend", "partition", "static_kernels")
+    methods = ("attend", "partition", "project_qkv", "static_kernels")
     return next((name for name in methods if getattr(kind, name) is not getattr(InLineAttention, name)), None)
 
 
@@ -221,15 +226,19 @@ class LocalResidual(nn.Module):
 
         The channels are those of the head group of the windows.
         """
-        heads = self.num_heads // windows.num_head_groups
-        # Head by head: (heads, batch · windows, head_dim).
-        x = mean.unflatten(1, (heads, -1)).transpose(0, 1)
-        x = F.gelu(linear_by_head(x, self.fc1, windows))
-        x = linear_by_head(x, self.fc2, windows)
-        return x.transpose(0, 1).reshape(mean.shape[0], mean.shape[1], 9)
+        return local_kernels(mean, self.num_heads // windows.num_head_groups, **self.weights(windows))
+
+    def weights(self, windows: Windows) -> dict[str, Tensor]:
+        """Return the weights and biases of the head group of the windows, by the names that `local_kernels` has."""
+        return {
+            "weight1": take_head_group(self.fc1.weight, windows),
+            "bias1": take_head_group(self.fc1.bias, windows),
+            "weight2": take_head_group(self.fc2.weight, windows),
+            "bias2": take_head_group(self.fc2.bias, windows),
+        }
 
     def is_native(self, x: Tensor, added: Tensor | None = None) -> bool:
-        """Return whether `native` can replace forward: the module is as it is here, and no gradient is needed."""
+        """Return whether `native` can replace forward: the module is as it is here, and tensors are plain ones."""
         tensors = [x, *self.parameters(), *([] if added is None else [added])]
         return (
             type(self) is LocalResidual
@@ -237,7 +246,6 @@ class LocalResidual(nn.Module):
             and not (module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
             and kernels.is_eager(x)
             and all(map(kernels.is_plain, tensors))
-            and not kernels.needs_gradient(*tensors)
         )
 
     def native(self, x: Tensor, windows: Windows, added: Tensor | None = None) -> Tensor:
@@ -245,20 +253,4 @@ class LocalResidual(nn.Module):
 
         `added`, (channels of the head group, 9), is added to all of them.
         """
-        weights = {
-            "weight1": take_head_group(self.fc1.weight, windows),
-            "bias1": take_head_group(self.fc1.bias, windows),
-            "weight2": take_head_group(self.fc2.weight, windows),
-            "bias2": take_head_group(self.fc2.bias, windows),
-        }
-        return kernels.local_kernels(x, windows, self.num_heads, **weights, added=added)
-
-
-def linear_by_head(x: Tensor, layer: nn.Conv1d, windows: Windows) -> Tensor:
-    """Apply one linear layer per head, from (heads, batch, head_dim) to (heads, batch, outputs).
-
-    The weights are those of a 1×1 convolution with one group per head, which is slow over a single token.
-    """
-    heads, _, head_dim = x.shape
-    weight, bias = take_head_group(layer.weight, windows), take_head_group(layer.bias, windows)
-    return torch.baddbmm(bias.view(heads, 1, -1), x, weight.view(heads, -1, head_dim).transpose(1, 2))
+        return kernels.local_kernels(x, windows, self.num_heads, **self.weights(windows), added=added)

@@ -17,15 +17,23 @@ from torch import nn
 
 from ..utils.modules import IMPORTING
 from ..utils.validation import require, shorten
+from .agent_attention import AgentAttention
 from .angular_attention import AngularAttention
 from .base_attention import BaseAttention
+from .circulant_attention import CirculantAttention
 from .efficient_attention import EfficientAttention
 from .enhanced_attention import EnhancedAttention
 from .focused_attention import FocusedAttention
 from .hydra_attention import HydraAttention
 from .inline_attention import InLineAttention
 from .linear_attention import LinearAttention
+from .mala_attention import MALAAttention
+from .mhla_attention import MHLAAttention
+from .polaformer_attention import PolaFormerAttention
+from .rala_attention import RALAAttention
 from .softmax_attention import SoftmaxAttention
+from .surroundings import SURROUNDINGS, Surroundings
+from .vit3_attention import ViT3Attention
 
 AttentionT = TypeVar("AttentionT", bound=type[BaseAttention])
 
@@ -41,6 +49,13 @@ ATTENTIONS: dict[str, type[BaseAttention]] = {
     "angular": AngularAttention,
     "enhanced": EnhancedAttention,
     "focused": FocusedAttention,
+    "mala": MALAAttention,
+    "rala": RALAAttention,
+    "polaformer": PolaFormerAttention,
+    "agent": AgentAttention,
+    "vit3": ViT3Attention,
+    "mhla": MHLAAttention,
+    "circulant": CirculantAttention,
 }
 # The modules that registered those of other packages, by name.
 MODULES: dict[str, str] = {}
@@ -48,7 +63,10 @@ MODULES: dict[str, str] = {}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # What models pass to the constructor of every attention, besides the channels and the heads.
 MODEL_ARGUMENTS = ("layout", "qkv_bias", "lepe", "proj_drop", "num_prefix_tokens", "device", "dtype")
-FLAGS = ("wants_dwconv_mlp", "learns_grid", "supports_windows", "supports_prefix_tokens", "supports_lepe", "row_wise")
+FLAGS = (
+    *("wants_dwconv_mlp", "learns_grid", "row_wise", "rotates_in_attend"),
+    *("supports_windows", "supports_prefix_tokens", "supports_lepe", "supports_gate", "supports_rope"),
+)
 
 
 @overload
@@ -107,9 +125,16 @@ def contract_problem(attention: Any) -> str:
     for flag in FLAGS:
         if not isinstance(getattr(attention, flag), bool):
             return f"{attention.__name__}.{flag} is {getattr(attention, flag)!r:.60}: it should be True or False"
+    surroundings: Any = attention.surroundings
+    if not isinstance(surroundings, Surroundings):
+        return (
+            f"{attention.__name__}.surroundings should be an inlinevit.layers.Surroundings: use Surroundings(gate=True)"
+        )
     for names in ("attn_kwargs_names", "no_weight_decay_names"):
         if not _is_tuple_of_names(getattr(attention, names)):
             return f'{attention.__name__}.{names} should be a tuple of names, such as ("scale",)'
+    if clash := [name for name in attention.attn_kwargs_names if name in SURROUNDINGS]:
+        return f"every attention has {', '.join(clash)}: leave it out of attn_kwargs_names of {attention.__name__}"
     types = constructor_types(attention)
     first = list(inspect.signature(attention).parameters)[:2]
     if first != ["dim", "num_heads"]:

@@ -47,9 +47,9 @@ class SoftmaxAttention(BaseAttention):
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         windowed = relative_window > 0 or not isinstance(self.layout, WholeMap)
-        if sr_ratio > 1 and (windowed or self.lepe is not None or self.num_prefix_tokens):
+        if sr_ratio > 1 and (windowed or self.lepe is not None or self.rope or self.num_prefix_tokens):
             raise ValueError(
-                f"sr_ratio={sr_ratio} works on the whole map, without windows, lepe, relative_window and prefix "
+                f"sr_ratio={sr_ratio} works on the whole map, without windows, lepe, rope, relative_window and prefix "
                 "tokens: leave them out, or use sr_ratio=1"
             )
         factory: dict[str, Any] = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}

@@ -11,7 +11,7 @@ from timm.layers import resize_rel_pos_bias_table_simple
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from ..layers import ResamplePosEmbed
+from ..layers import AgentAttention, ResamplePosEmbed
 from ..layers.embed import resample_pos_embed
 from ._weight_files import FLOATS, WRAPPERS, classes_of_head, describe, one_line, read_state_dict
 
@@ -148,6 +148,8 @@ def adapt_state_dict(state_dict: dict[str, Tensor], model: Any) -> dict[str, Ten
             resample = getattr(model.get_submodule(name.rpartition(".")[0]), "resample_pos_embed", None)
             if isinstance(resample, ResamplePosEmbed):
                 value = _fit_positions(value, own[name], resample, square=published)
+        elif isinstance(module := model.get_submodule(name.rpartition(".")[0]), AgentAttention):
+            value = module.fit_parameter(name.rpartition(".")[2], value)
         elif name.endswith("relative_position_bias_table"):
             value = _fit_relative_positions(value, own[name])
         adapted[name] = value

@@ -15,8 +15,9 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..layers import BaseAttention, Block, CrossStripes, ResamplePosEmbed, SquareWindows, WholeMap
+from ..layers import AgentAttention, BaseAttention, Block, CrossStripes, ResamplePosEmbed, SquareWindows, WholeMap
 from ..layers.registry import constructor_types, find_attention
+from ..layers.surroundings import ATTENTION_SURROUNDINGS, SURROUNDINGS, check_lepe
 from ..utils.validation import check_value
 from ._arguments import MOST_CHANNELS, check_arguments, checked
 from ._checkpoint import load_checkpoint
@@ -165,6 +166,8 @@ class Stage(nn.Module):
             resample = getattr(module, "resample_pos_embed", None)
             if isinstance(resample, ResamplePosEmbed) and resample.grid == before:
                 module.pos_embed = resample.set_grid(cast(nn.Parameter, module.pos_embed), grid)
+            elif isinstance(module, AgentAttention) and module.grid == before:
+                module.set_grid(grid)
 
 
 class InLineViT(nn.Module):
@@ -185,9 +188,11 @@ class InLineViT(nn.Module):
         in_chans: Channels of the images.
         num_classes: Number of classes; 0 = no head.
         global_pool: "avg" over the map, "token" for the class token, if there is one, or "" for none.
+        fc_norm: Whether the last norm comes after the pooling (`fc_norm`, as in timm), instead of before it (`norm`).
         qkv_bias: Whether q, k and v have a bias.
         attention: One name for all stages, or one entry per stage (see attention_by_stage).
-        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}.
+        attn_kwargs: Arguments of the attention, such as {"feature_map": "relu", "local_residual": False}, and of what
+            surrounds any attention: gate, lepe, rope, cpe and mlp_conv (see Surroundings).
         drop_rate: Dropout before the head.
         proj_drop_rate: Dropout in attention and MLPs.
         drop_path_rate: Stochastic depth of the last block; it increases from 0.
@@ -217,6 +222,7 @@ class InLineViT(nn.Module):
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
+        fc_norm: bool = False,
         qkv_bias: bool = True,
         attention: str | Sequence[StageAttention] = "inline",
         attn_kwargs: Mapping[str, Any] | None = None,
@@ -240,7 +246,11 @@ class InLineViT(nn.Module):
                 "qkv_bias": qkv_bias,
                 "proj_drop": proj_drop_rate,
                 "num_prefix_tokens": resample_pos_embeds[stage].num_prefix_tokens if resample_pos_embeds else 0,
-                **{name: value for name, value in attn_kwargs.items() if name in kind.attn_kwargs_names},
+                **{
+                    name: value
+                    for name, value in attn_kwargs.items()
+                    if name in kind.attn_kwargs_names or name in ATTENTION_SURROUNDINGS
+                },
                 **factory,
             }
             return Block(
@@ -252,6 +262,8 @@ class InLineViT(nn.Module):
                 norm_eps=self.norm_eps,
                 kernels_before_norm=self.kernels_before_norm,
                 dwconv_mlp=kind.wants_dwconv_mlp,
+                cpe=attn_kwargs.get("cpe", kind.surroundings.cpe),
+                mlp_conv=attn_kwargs.get("mlp_conv", kind.surroundings.mlp_conv),
                 **factory,
             )
 
@@ -278,7 +290,9 @@ class InLineViT(nn.Module):
         ]
         self.reductions = list(reductions)
         self.stages = nn.Sequential(*stages)
-        self.norm = cast(nn.Module, nn.LayerNorm(dims[-1], eps=self.norm_eps, **factory))
+        last_norm = cast(nn.Module, nn.LayerNorm(dims[-1], eps=self.norm_eps, **factory))
+        self.norm = nn.Identity() if fc_norm else last_norm
+        self.fc_norm = last_norm if fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.global_pool = self._check_pool(global_pool)
         self.head = make_head(dims[-1], num_classes, **factory)
@@ -373,10 +387,11 @@ class InLineViT(nn.Module):
             x = global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
         elif self.global_pool == "avg":
             x = x.mean(dim=(2, 3))
+        is_map = self.num_prefix_tokens == 0 and self.global_pool == ""
+        x = self.fc_norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if is_map else self.fc_norm(x)
         x = self.head_drop(x)
         if pre_logits:
             return x
-        is_map = self.num_prefix_tokens == 0 and self.global_pool == ""
         return self.head(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if is_map else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -484,15 +499,26 @@ def check_dims(dims: Sequence[int]) -> None:
 def check_attn_kwargs(attn_kwargs: Mapping[str, Any], attentions: Iterable[str]) -> None:
     """Raise ValueError for arguments that none of the named attentions has, and for values of the wrong type."""
     kinds = {find_attention(name) for name in attentions}
-    known = {argument for kind in kinds for argument in kind.attn_kwargs_names}
+    known = {argument for kind in kinds for argument in kind.attn_kwargs_names} | set(SURROUNDINGS)
     for argument, value in attn_kwargs.items():
+        if argument in SURROUNDINGS:
+            check_value(f"{argument} in attn_kwargs", value, SURROUNDINGS[argument])
+            if argument == "lepe":
+                check_lepe("lepe in attn_kwargs", value)
         for kind in kinds:
+            if argument in ATTENTION_SURROUNDINGS and argument not in constructor_types(kind):
+                raise ValueError(
+                    f"the constructor of {kind.__name__} does not take {argument}, which is in attn_kwargs: leave it "
+                    "out, or have it pass **kwargs to that of BaseAttention"
+                )
             if argument in kind.attn_kwargs_names:
                 check_value(f"{argument} in attn_kwargs", value, constructor_types(kind)[argument])
         if argument not in known:
             named = " and ".join(sorted(set(attentions)))
-            choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out"
-            raise ValueError(f"{named} attention has no argument {argument!r} in attn_kwargs: {choice}")
+            raise ValueError(
+                f"{named} attention has no argument {argument!r} in attn_kwargs: choose one of "
+                f"{', '.join(sorted(known))}"
+            )
 
 
 def check_stages(depths: Sequence[int], **by_stage: Sequence[Any] | None) -> None:

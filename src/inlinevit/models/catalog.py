@@ -54,8 +54,8 @@ def count_parameters(model: nn.Module) -> int:
 def count_macs(call: Callable[[], object]) -> float:
     """Count the multiply-adds of a call without gradients.
 
-    Matrix products, convolutions and fused attention count. The nine scaled shifts of the local residual and the
-    products of hydra attention are elementwise and do not count; they would add less than 1 %.
+    Matrix products, convolutions and fused attention count. The nine scaled shifts of the local residual, the products
+    of hydra attention and the Fourier transforms of circulant attention do not count; they would add less than 1 %.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         call()

@@ -77,7 +77,8 @@ class InLineCSWin(InLineViT):
                 width = stripes[stage] if stage < len(depths) - 1 else None
             layout = WholeMap() if width is None else CrossStripes(width)
             options |= grid_options(kind, layout, grid_of(img_size, reductions[stage]))
-            return kind(dims[stage], num_heads[stage], layout=layout, lepe=True, **options)
+            options.setdefault("lepe", kind.surroundings.lepe or 3)
+            return kind(dims[stage], num_heads[stage], layout=layout, **options)
 
         super().__init__(dims, depths, [mlp_ratio] * len(depths), reductions, make_embed, make_attention, **kwargs)
 

@@ -35,6 +35,7 @@ class InLineDeiT(InLineViT):
         attention: One name for all blocks, or names for the first blocks, the last of which is repeated.
         window_size: Size of the windows of attention other than softmax; None = the whole map.
         class_token: Whether there is a class token; windows need a model without one.
+        pos_embed: "learn" for learned positions of the tokens, or "none"; a class token needs them.
         **kwargs: What all families have: see InLineViT.
     """
 
@@ -64,11 +65,16 @@ class InLineDeiT(InLineViT):
         attention: StageAttention = "inline",
         window_size: int | None = None,
         class_token: bool = True,
+        pos_embed: str = "learn",
         **kwargs: Any,
     ) -> None:
         grid = grid_of(img_size, patch_size)
         if window_size is not None and class_token:
             raise ValueError("a class token is in no window: use class_token=False and global_pool='avg'")
+        if pos_embed not in ("learn", "none"):
+            raise ValueError(f"unknown pos_embed {pos_embed!r}: choose learn or none")
+        if pos_embed == "none" and class_token:
+            raise ValueError("a class token has a learned position: use pos_embed='learn', or class_token=False")
 
         def make_embed(stage: int, in_dim: int, factory: dict[str, Any]) -> nn.Module:
             return ConvEmbed(in_dim, embed_dim, kernel=patch_size, stride=patch_size, norm=False, **factory)
@@ -77,7 +83,7 @@ class InLineDeiT(InLineViT):
             layout = square_windows(None if issubclass(kind, SoftmaxAttention) else window_size, block)
             return kind(embed_dim, num_heads, layout=layout, **grid_options(kind, layout, grid), **options)
 
-        pos_embed = ResamplePosEmbed(grid, num_prefix_tokens=1 if class_token else 0)
+        positions = ResamplePosEmbed(grid, num_prefix_tokens=1 if class_token else 0)
         super().__init__(
             [embed_dim],
             [depth],
@@ -85,7 +91,7 @@ class InLineDeiT(InLineViT):
             [patch_size],
             make_embed,
             make_attention,
-            [pos_embed],
+            [positions] if pos_embed == "learn" else None,
             global_pool=global_pool,
             attention=[attention],
             **kwargs,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..layers import AttentionAdapter, BaseAttention, PatchGrid, SoftmaxAttention
 from ..layers.registry import find_attention
+from ..layers.surroundings import BLOCK_SURROUNDINGS
 from ..utils.validation import require
 from ._inline_vit import check_attn_kwargs
 
@@ -50,7 +51,8 @@ def replace_attention(
             as "blocks.3", or a function that is called with the name and the block. All by default.
         keep_weights: Keep `qkv` and `proj`, which must be those of plain softmax attention; otherwise they are
             initialised as in the models of this library. Other parameters of the new attention always are.
-        **attn_kwargs: Arguments of the attention, such as feature_map="relu" or local_residual=False.
+        **attn_kwargs: Arguments of the attention, such as feature_map="relu", local_residual=False, or what surrounds
+            it: gate, lepe and rope (see Surroundings). In windows of Swin, places are those in the window.
 
     Returns:
         The model.
@@ -61,6 +63,12 @@ def replace_attention(
             f"attention alone, or create a model of this library with attention={attention!r}"
         )
     check_attn_kwargs(attn_kwargs, [attention])
+    for name in BLOCK_SURROUNDINGS:
+        if attn_kwargs.pop(name, getattr(find_attention(attention).surroundings, name)):
+            raise ValueError(
+                f"{name} is a part of the block, which is not replaced: use {name}=False, or create a model of this "
+                f"library with attention={attention!r}"
+            )
     if isinstance(model, NaFlexVit):
         raise ValueError(
             "NaFlexVit packs maps of several sizes into one batch, where attention does not know their sizes: use a "
@@ -282,19 +290,31 @@ class Source:
             **options,
         ).train(self.attn.training)
         if keep_weights:
+            if (new.qkv.weight.shape, new.proj.weight.shape) != (qkv.weight.shape, proj.weight.shape):
+                raise ValueError(
+                    f"the weights of {self.label} cannot be kept, since {attention} attention has other projections, "
+                    f"with {new.qkv.out_features} channels: use keep_weights=False for a new attention, or {LEAVE_OUT}"
+                )
             new.qkv, new.proj = qkv, proj
             if isinstance(new, SoftmaxAttention) and self.table is not None and self.window_size is not None:
                 new.relative_position_bias_table = square_table(self.table, self.window_size)
         else:
             if proj.bias is None:
                 new.proj.register_parameter("bias", None)
-            for layer in (new.qkv, new.proj):
-                trunc_normal_(layer.weight, std=0.02)
-                if layer.bias is not None:
-                    nn.init.zeros_(layer.bias)
+            init_linear(new.qkv)
+            init_linear(new.proj)
+        if new.gate is not None:
+            init_linear(new.gate)
         if isinstance(getattr(self.attn, "proj_drop", None), nn.Module):
             new.proj_drop = self.attn.proj_drop
         return new
+
+
+def init_linear(layer: nn.Linear) -> None:
+    """Initialise a linear layer as in the models of this library."""
+    trunc_normal_(layer.weight, std=0.02)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def square_table(table: nn.Parameter, window_size: tuple[int, int]) -> nn.Parameter:

@@ -27,6 +27,15 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
             raise ValueError(f"mask must be (batch, {k.shape[-2]} tokens), but it is {mask.shape}")
 
 
+def check_map(k: Tensor, feat_size: tuple[int, int]) -> None:
+    """Raise ValueError for keys (batch, heads, tokens, head_dim) that are not the tokens of a map of size (H, W)."""
+    height, width = feat_size
+    if k.shape[-2] != height * width:
+        raise ValueError(
+            f"{k.shape[-2]} tokens do not make a map of {height}×{width}: pass (H, W) of the token grid as feat_size"
+        )
+
+
 def default_scale(q: Tensor, scale: float | None) -> float:
     """Return the given scale, or head_dim^-1/2."""
     return q.shape[-1] ** -0.5 if scale is None else scale

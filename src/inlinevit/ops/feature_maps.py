@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ._common import hide_padding
 
-FEATURE_MAPS = ("identity", "relu", "relu_affine", "leaky_relu", "exp")
+FEATURE_MAPS = ("identity", "relu", "relu_affine", "leaky_relu", "exp", "elu_plus_one")
 
 
 def apply_feature_map(x: Tensor, name: str, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -24,6 +24,9 @@ def apply_feature_map(x: Tensor, name: str, affine: tuple[Tensor, Tensor] | None
         return torch.nn.functional.leaky_relu(x, negative_slope=0.01)
     if name == "exp":
         return torch.exp(0.2 * x)
+    if name == "elu_plus_one":
+        # Not ELU, then + 1, which loses the digits of small values.
+        return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))
     if name == "relu_affine":
         if affine is None:
             raise ValueError("feature map 'relu_affine' needs affine=(A, b)")

@@ -68,6 +68,7 @@ def inline_attention(
             dtype=q.dtype,
             device=q.device.type,
             eager=False,
+            compiled_training=False,
             exporting=is_exporting(),
             unavailable=LAYER_PATHS,
         )
@@ -89,14 +90,30 @@ def covariance_path(
     dtype = q.dtype
     q = apply_feature_map(promote(q), feature_map, affine)
     k = map_keys(promote(k), feature_map, affine, mask)
-    v = hide_padding(promote(v), mask)
+    covariance, _, v_mean = key_value_covariance(k, hide_padding(promote(v), mask), mask, scale)
+    return (q @ covariance + v_mean).to(dtype)
+
+
+def key_value_covariance(
+    k: Tensor, v: Tensor, mask: Tensor | None, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return s·C of mapped keys and values, and the means of both.
+
+    Args:
+        k: φ(k) (batch, heads, tokens, head_dim), in float32 or better, zero at padding.
+        v: Values (batch, heads, tokens, value_dim), as k.
+        mask: (batch, tokens), True = real token.
+        scale: s.
+
+    Returns:
+        (batch, heads, head_dim, value_dim), (batch, heads, 1, head_dim) and (batch, heads, 1, value_dim).
+    """
     count = count_tokens(k, mask)
     k_mean = k.sum(dim=-2, keepdim=True) / count
     v_mean = v.sum(dim=-2, keepdim=True) / count
     # Both sides are centred before they are multiplied, so nothing large cancels. Padding must be zero again then.
     k = hide_padding(k - k_mean, mask)
-    covariance = (k.transpose(-2, -1) @ (v - v_mean)) * (scale / count)
-    return (q @ covariance + v_mean).to(dtype)
+    return (k.transpose(-2, -1) @ (v - v_mean)) * (scale / count), k_mean, v_mean
 
 
 def explicit_path(
@@ -188,6 +205,7 @@ class PathParams(NamedTuple):
         dtype: Of the tokens.
         device: Where they are, such as "cpu".
         eager: Whether operators are just called, on the CPU: nothing records, counts or transforms them.
+        compiled_training: Whether torch.compile records a graph that is differentiated, on the CPU.
         exporting: Whether torch.export records a graph, where the number of tokens may be unknown.
         unavailable: The paths that cannot be taken, and why.
     """
@@ -199,6 +217,7 @@ class PathParams(NamedTuple):
     dtype: torch.dtype
     device: str
     eager: bool
+    compiled_training: bool
     exporting: bool
     unavailable: Mapping[str, str]
 
@@ -207,8 +226,9 @@ class PathParams(NamedTuple):
 # cost is counted, that of "covariance". `docs/performance.md` has the figures.
 PATHS: dict[str, Callable[[PathParams], bool]] = {
     # The compiled kernel: attention and the convolution of the values in one operator, from packed q, k and v. Graphs
-    # are left to compilers, which fuse the other paths as well, and to runtimes that do not know the operator.
-    "native": lambda params: params.eager and params.dtype == torch.float32,
+    # are left to compilers, which fuse the other paths as well, and to runtimes that do not know the operator. But the
+    # gradient of the convolution, nine shifts and nine sums per block, would take a compiler most of its time.
+    "native": lambda params: (params.eager or params.compiled_training) and params.dtype == torch.float32,
     # Neither q nor k is computed: the weights of q and k are multiplied into the key-value covariance, which is then
     # applied to the tokens. Fewer products and copies where there are many tokens; half precision would lose digits.
     "folded": lambda params: (

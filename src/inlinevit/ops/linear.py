@@ -30,7 +30,7 @@ def linear_attention(
     feature_map: str = "relu",
     affine: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
-    epsilon: float = EPSILON,
+    epsilon: float | Tensor = EPSILON,
 ) -> Tensor:
     """Linear attention, O(N): keys and values are multiplied first, into a head_dim × head_dim matrix.
 
@@ -42,7 +42,7 @@ def linear_attention(
         feature_map: φ, one of FEATURE_MAPS; ReLU by default. With signed maps the divisor can pass through zero.
         affine: (A, b) of `relu_affine`.
         mask: (batch, tokens), True = real token.
-        epsilon: Added to the divisor.
+        epsilon: Added to the sum of the scores of a query, by which they are divided.
 
     Returns:
         (batch, heads, queries, value_dim), in q's dtype; sums are kept in float32 or better.
@@ -70,7 +70,7 @@ def linear_weights(
     affine: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
-    epsilon: float = EPSILON,
+    epsilon: float | Tensor = EPSILON,
 ) -> Tensor:
     """Return the weights of linear attention, (batch, heads, queries, tokens); masks as in attention_weights."""
     check_qkv(q, k, k, mask)

@@ -37,6 +37,37 @@ def local_residual(v: Tensor, kernels: Tensor, feat_size: tuple[int, int]) -> Te
     return out.view(batch, tokens, heads, head_dim).transpose(1, 2).to(v.dtype)
 
 
+def local_kernels(
+    mean: Tensor, num_heads: int, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+) -> Tensor:
+    """Make the kernels of the local residual, W₂·GELU(W₁·x̄), head by head.
+
+    Args:
+        mean: x̄ of each window, (batch · windows, channels).
+        num_heads: Heads that the channels belong to.
+        weight1: W₁ (channels, head_dim, 1), a convolution with one group per head.
+        bias1: (channels,).
+        weight2: W₂ (9 · channels, head_dim, 1).
+        bias2: (9 · channels,).
+
+    Returns:
+        (batch · windows, channels, 9).
+    """
+    # (heads, batch · windows, head_dim)
+    x = mean.unflatten(1, (num_heads, -1)).transpose(0, 1)
+    x = linear_by_head(F.gelu(linear_by_head(x, weight1, bias1)), weight2, bias2)
+    return x.transpose(0, 1).reshape(mean.shape[0], mean.shape[1], 9)
+
+
+def linear_by_head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Apply one linear layer per head, from (heads, batch, head_dim) to (heads, batch, outputs).
+
+    The weights are those of a 1×1 convolution with one group per head, which is slow over a single token.
+    """
+    heads, _, head_dim = x.shape
+    return torch.baddbmm(bias.view(heads, 1, -1), x, weight.view(heads, -1, head_dim).transpose(1, 2))
+
+
 def convolve_maps(maps: Tensor, kernels: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the local residual of maps in channels-last memory format.
 
@@ -99,8 +130,21 @@ def convolve_values(maps: Tensor, dynamic: Tensor | None, static: tuple[Tensor, 
     if dynamic is None:
         padding, groups = weight.shape[2] // 2, weight.shape[0]
         return F.conv2d(maps.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=groups).permute(0, 2, 3, 1)
+    if weight.shape[2] > 3:
+        return convolve_values(maps, dynamic, None) + convolve_values(maps, None, static)
     # The sum of two convolutions of the same map is one convolution with the sum of their kernels.
-    return convolve_maps(promote(maps), promote(dynamic) + promote(weight.flatten(1)), promote(bias))
+    return convolve_maps(promote(maps), promote(dynamic) + promote(widen(weight, 3).flatten(1)), promote(bias))
+
+
+def widen(weight: Tensor, side: int) -> Tensor:
+    """Return kernels (…, side', side') with zeros around them, so that they have this side or more."""
+    border = max(0, side - weight.shape[-1]) // 2
+    return weight if border == 0 else F.pad(weight, (border,) * 4)
+
+
+def add_kernels(first: Tensor, second: Tensor) -> Tensor:
+    """Return the sum of kernels (…, side, side) of different odd sides, which has the larger side."""
+    return widen(first, second.shape[-1]) + widen(second, first.shape[-1])
 
 
 def choose_convolution(maps: Tensor, kernels: Tensor) -> str:

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from ._common import count_tokens
+
 WeightsFunction = TypeVar("WeightsFunction", bound=Callable[..., Tensor])
 
 # Filled by the decorator below, in the file of each attention.
@@ -38,3 +40,44 @@ def attention_weights(q: Tensor, k: Tensor, *, kind: str, **options: object) -> 
     if kind not in WEIGHT_FUNCTIONS:
         raise ValueError(f"unknown attention {kind!r}: choose one of {', '.join(sorted(WEIGHT_FUNCTIONS))}")
     return WEIGHT_FUNCTIONS[kind](q, k, **options)
+
+
+def count_pairs(scores: Tensor, pairs: Tensor | None) -> Tensor:
+    """Return the number of tokens that each query sees, broadcastable to (batch, heads, queries, 1), at least 1.
+
+    Args:
+        scores: (batch, heads, queries, tokens), for their shape, dtype and device.
+        pairs: Of visible_pairs.
+    """
+    if pairs is None:
+        return count_tokens(scores.transpose(-2, -1), None)
+    return pairs.expand_as(scores).sum(dim=-1, keepdim=True).clamp(min=1).to(scores.dtype)
+
+
+def split_values(v: Tensor, matrices: int) -> Tensor:
+    """Split the values of each head into parts with weights of their own.
+
+    Args:
+        v: (batch, heads, tokens, value_dim).
+        matrices: Matrices of weights per head.
+
+    Returns:
+        (batch, heads · matrices, tokens, value_dim / matrices).
+    """
+    return v if matrices == 1 else v.unflatten(-1, (matrices, -1)).transpose(2, 3).flatten(1, 2)
+
+
+def apply_weights(weights: Tensor, v: Tensor) -> Tensor:
+    """Multiply weights with the values; there may be several matrices per head, each for a part of its values.
+
+    Args:
+        weights: (batch, heads · matrices, queries, tokens).
+        v: (batch, heads, tokens, value_dim).
+
+    Returns:
+        (batch, heads, queries, value_dim).
+    """
+    heads = v.shape[1]
+    matrices = weights.shape[1] // heads
+    out = weights @ split_values(v, matrices)
+    return out if matrices == 1 else out.unflatten(1, (heads, matrices)).transpose(2, 3).flatten(3)

@@ -24,7 +24,7 @@ from ..ops import KeyValueState
 from ..ops._common import autocast_off, default_scale, promote
 from ..ops.feature_maps import apply_feature_map
 from ..ops.linear import EPSILON
-from ..ops.local import add_convolution, convolve_maps
+from ..ops.local import add_convolution, convolve_values
 from ..ops.windows import (
     Windows,
     covers_map,
@@ -88,6 +88,8 @@ class SequenceParallelAttention(BaseAttention):
     With a `feat_size` that is not a LocalSize, they are as the classes that they are derived from.
     """
 
+    supports_gate = supports_rope = True
+
     def forward(self, x: Tensor, feat_size: tuple[int, int], kernel_tokens: Tensor | None = None) -> Tensor:
         """See BaseAttention.forward: x has the prefix tokens, and the rows of this process."""
         if not isinstance(feat_size, LocalSize):
@@ -98,7 +100,7 @@ class SequenceParallelAttention(BaseAttention):
         if x.shape[1] > feat_size[0] * feat_size[1]:
             require(all(map(covers_map, windows_by_group)), "prefix tokens are in no window: use the whole map")
         groups = [self.attend_group(x, windows, feat_size, kernel_tokens) for windows in windows_by_group]
-        return self.proj_drop(self.proj(join_head_groups(groups)))
+        return self.project_out(join_head_groups(groups), x)
 
     def attend_group(self, x: Tensor, windows: Windows, size: LocalSize, kernel_tokens: Tensor) -> Tensor:
         """Compute one head group: (batch, prefix + tokens, dim) to (batch, prefix + tokens, channels of the group)."""
@@ -131,7 +133,7 @@ class SequenceParallelAttention(BaseAttention):
         batch, tokens, _ = x.shape
         heads, rows = self.num_heads // windows.num_head_groups, size.rows
         own = plan_windows(windows, tuple(bound * size[1] for bound in rows.bounds), rows.group.rank)
-        packed = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
+        packed = self.project_qkv(x, size, rows.start).view(batch, tokens, 3, self.num_heads, self.head_dim)
         packed = packed[:, :, :, windows.head_group * heads : (windows.head_group + 1) * heads].flatten(2)
         channels = heads * self.head_dim
         if self.has_local_residual():
@@ -169,15 +171,11 @@ class SequenceParallelAttention(BaseAttention):
             return out
         prefix = v.shape[2] - windows.window_height * windows.window_width
         maps = merge_heads(v)[:, prefix:].unflatten(1, (windows.window_height, windows.window_width))
-        maps = add_halo(promote(maps), size.rows)
-        bias = None
-        if static is None:
-            assert dynamic is not None
-            taps = promote(dynamic)
-        else:
-            weight, bias = promote(static[0].flatten(1)), promote(static[1])
-            taps = weight.expand(maps.shape[0], -1, -1) if dynamic is None else promote(dynamic) + weight
-        added = convolve_maps(maps, taps, bias)[:, 1:-1].flatten(1, 2).to(out.dtype)
+        border = max(1, 0 if static is None else static[0].shape[2] // 2)
+        maps = add_halo(promote(maps), size.rows, border, border)
+        promoted = None if static is None else (promote(static[0]), promote(static[1]))
+        with autocast_off(maps):
+            added = convolve_values(maps, dynamic, promoted)[:, border:-border].flatten(1, 2).to(out.dtype)
         if prefix == 0:
             return out + added
         return torch.cat([out[:, :prefix], out[:, prefix:] + added], dim=1)
@@ -195,7 +193,7 @@ class StateAttention(SequenceParallelAttention):
     def attend_rows(self, x: Tensor, windows: Windows, size: LocalSize, kernel_tokens: Tensor) -> Tensor:
         """See SequenceParallelAttention.attend_rows."""
         local = windows._replace(map_height=size[0], window_height=size[0])
-        q, k, v = partition_heads(self.qkv(x), local, self.num_heads)
+        q, k, v = partition_heads(self.project_qkv(x, size, size.rows.start), local, self.num_heads)
         tokens = None
         if self.has_local_residual():
             tokens = window_partition(group_channels(kernel_tokens, windows), local)
@@ -286,7 +284,7 @@ class SequenceParallelSoftmaxAttention(SequenceParallelAttention, SoftmaxAttenti
         height, width = size
         local, rows = windows._replace(map_height=height, window_height=height), size.rows
         if self.reduce is None:
-            q, k, v = partition_heads(self.qkv(x), local, self.num_heads)
+            q, k, v = partition_heads(self.project_qkv(x, size, rows.start), local, self.num_heads)
         else:
             ratio = self.reduce.stride
             require(

@@ -14,6 +14,7 @@ from ..layers import BaseAttention, Block, ConvEmbed, InLineAttention, PatchMerg
 from ..layers.block import DWConvMlp
 from ..layers.embed import pad_to_multiple, patch_rows
 from ..layers.registry import attention_name
+from ..layers.surroundings import ResidualConv
 from ..models import InLineViT
 from ..models._inline_vit import Stage, as_image, tokens_to_map
 from ..utils.validation import require
@@ -150,7 +151,7 @@ class SequenceParallelViT(InLineViT):
         sums = torch.cat([tokens.sum(dim=1, dtype=torch.float64).flatten(), number])
         *_, total = (summed := all_reduce(sums, self.sequence_group)).unbind()
         pooled = (summed[:-1] / total).view(len(tokens), -1).to(tokens.dtype)
-        pooled = self.head_drop(pooled)
+        pooled = self.head_drop(self.fc_norm(pooled))
         return pooled if pre_logits else self.head(pooled)
 
     def forward_levels(self, x: Tensor, take: list[int], last: int | None, norm: bool) -> tuple[Tensor, list[Tensor]]:
@@ -239,6 +240,7 @@ class SequenceParallelBlock(Block):
         """See Block.forward. Nothing is chunked by the size of the rows, since that differs between processes."""
         if not isinstance(feat_size, LocalSize):
             return super().forward(x, feat_size)
+        x = self.encode_positions(x, feat_size)
         x = x + self.attention_branch(x, feat_size)
         return x + self.mlp_branch(x, feat_size)
 
@@ -258,10 +260,24 @@ class SequenceParallelDWConvMlp(DWConvMlp):
         return self.drop(self.fc2(self.drop(F.gelu(x))))
 
 
+class SequenceParallelResidualConv(ResidualConv):
+    """A convolution that is added to its input, of rows."""
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:  # type: ignore[override]
+        """See ResidualConv.forward."""
+        if not isinstance(feat_size, LocalSize):
+            return super().forward(x, feat_size)
+        prefix = x.shape[1] - feat_size[0] * feat_size[1]
+        maps = add_halo(x[:, prefix:].unflatten(1, feat_size), feat_size.rows).permute(0, 3, 1, 2)
+        maps = F.conv2d(maps, self.weight, self.bias, padding=(0, 1), groups=self.groups)
+        return torch.cat([x[:, :prefix], x[:, prefix:] + maps.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+
+
 # By the class of the module that is split.
 PARALLEL_MODULES: dict[type[Any], type[Any]] = {
     Stage: SequenceParallelStage,
     Block: SequenceParallelBlock,
     ConvEmbed: SequenceParallelConvEmbed,
     DWConvMlp: SequenceParallelDWConvMlp,
+    ResidualConv: SequenceParallelResidualConv,
 }

@@ -201,3 +201,33 @@ def intervals_figure(rows: Sequence[Interval], label: str) -> Figure:
     axes.set_xlabel(label)
     axes.margins(x=0.06)
     return figure
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of points_figure(): a name beside it, and the half length of its error bar; 0 = none."""
+
+    name: str
+    style: Style
+    x: float
+    y: float
+    error: float = 0.0
+
+
+@plot_style
+def points_figure(panels: Mapping[str, Sequence[Point]], x_label: str, y_label: str, *, log_x: bool = False) -> Figure:
+    """Plot named points, one panel per title, side by side with a common y axis."""
+    figure = Figure(figsize=(WIDTH if len(panels) > 1 else 0.75 * WIDTH, 4.2))
+    (grid,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, (title, points) in zip(grid, panels.items(), strict=True):
+        for point in points:
+            look = {**point.style.line, "linestyle": "", "label": point.name}
+            axes.errorbar(point.x, point.y, yerr=point.error or None, capsize=2, elinewidth=0.8, **look)
+            place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
+            axes.annotate(point.name, (point.x, point.y), color=point.style.color, **place)
+        axes.set(xlabel=x_label, title=title)
+        axes.margins(x=0.15, y=0.1)
+        if log_x:
+            log_axis(axes.xaxis)
+    grid[0].set_ylabel(y_label)
+    return figure

@@ -66,7 +66,8 @@ class Style:
         return {**look, "label": self.name}
 
 
-# Colors of Okabe and Ito, which color-blind readers can distinguish; the last one is Tol's.
+# Colors of Okabe and Ito, which color-blind readers can distinguish; from the eighth on Tol's, with letters as markers
+# from the ninth on, since there are few other ones.
 STYLES = {
     "softmax": Style("softmax", "#0072B2", "s", "--"),
     "linear": Style("linear", "#E69F00", "^", ":"),
@@ -76,6 +77,13 @@ STYLES = {
     "angular": Style("angular", "#CC79A7", "P", (0, (3, 1, 1, 1, 1, 1))),
     "enhanced": Style("enhanced", "#000000", "X", (0, (1, 2))),
     "focused": Style("focused", "#882255", "*", (0, (5, 1, 1, 1))),
+    "mala": Style("MALA", "#117733", "$M$", (0, (7, 1, 2, 1))),
+    "rala": Style("RALA", "#999933", "$R$", (0, (4, 1))),
+    "polaformer": Style("PolaFormer", "#332288", "$P$", (0, (1, 1, 4, 1))),
+    "agent": Style("agent", "#661100", "$A$", (0, (6, 1))),
+    "vit3": Style("ViT³", "#6699CC", "$3$", (0, (4, 1, 1, 1, 1, 1, 1, 1))),
+    "mhla": Style("MHLA", "#AA4499", "$H$", (0, (2, 2))),
+    "circulant": Style("circulant", "#44AA99", "$C$", (0, (9, 1, 2, 1))),
 }
 # For models with none of these attentions, or with several.
 OTHER_COLOR = "#777777"

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from ..utils.console import new_console
 from .blocks import Table
 
 # Columns of a table that is written to a file or a pipe.
@@ -24,7 +25,7 @@ def rich_table(table: Table) -> RichTable:
 
 def wide_console(console: Console) -> Console:
     """Return the console itself if it is a terminal, or else one that is wide enough for all columns."""
-    return console if console.is_terminal else Console(file=console.file, width=WIDE)
+    return console if console.is_terminal else new_console(file=console.file, width=WIDE)
 
 
 def markdown_table(table: Table) -> str:

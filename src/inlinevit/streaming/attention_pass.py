@@ -40,6 +40,8 @@ class AttentionPass(Pass):
         self.needs_summary = any(group.is_tall for group in self.groups)
         # Focused queries and keys, their positions, or values for a convolution along the tokens.
         more = 3 if isinstance(self.attn, AngularAttention | FocusedAttention) else 0
+        # The gate, and its product; a second convolution, which is added.
+        more += (2 if self.attn.gate is not None else 0) + (1 if self.halo > 1 else 0)
         self.token_floats = (self.copies + more) * self.attn.dim
         self.summary_height = max(
             cast(Any, self.attn).reduce.stride if group.is_reduced else 1 for group in self.groups
@@ -85,7 +87,7 @@ class AttentionPass(Pass):
                 own = normed if len(extended) == len(chunk.tokens) else chunk.own_rows(normed)
                 outputs.append(group.attend_low(chunk.without_halo(), own, self.own_kernel_tokens(chunk, own)))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return self.add_branches(chunk.tokens, out)
+        return self.add_branches(chunk.tokens, self.attn.apply_gate(out, chunk.own_rows(normed)))
 
     def own_kernel_tokens(self, chunk: Chunk, normed: Tensor) -> Tensor:
         """Return the tokens whose mean makes the kernels of the local residual."""
@@ -95,22 +97,23 @@ class AttentionPass(Pass):
         """See Pass.apply_prefix: they have no convolution, except along the sequence of tokens."""
         (group,), ((state, _),) = self.groups, finished
         assert state is not None
-        out = merge_heads(group.attend_prefix(self.block.norm1(prefix), state)).squeeze(0)
+        normed = self.block.norm1(prefix)
+        out = self.attn.apply_gate(merge_heads(group.attend_prefix(normed, state)).squeeze(0), normed)
         return self.add_branches(prefix.unsqueeze(0), out.unsqueeze(0)).squeeze(0)
 
     def add_branches(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return rows after the output projection and the MLP.
+        """Return rows after the output projection and, unless it has a convolution, the MLP.
 
         Args:
             x: Rows before the block, (rows, width, channels).
-            attended: Rows before the output projection, as x.
+            attended: Rows before the output projection, with their gate, as x.
         """
         block, out = self.block, torch.empty_like(x)
         step = max(1, CHUNK // block.hidden_dim)
         flat = (rows.reshape(-1, x.shape[2]).split(step) for rows in (x, attended, out))
         for before, attention, target in zip(*flat, strict=True):
             torch.add(before, self.attn.proj(attention), out=target)
-            if not block.dwconv_mlp:
+            if not block.conv_mlp:
                 target.add_(block.mlp(block.norm2(target)))
         return out
 
@@ -170,11 +173,12 @@ class FoldedPass(AttentionPass):
             if chunk.mask is not None:
                 v = v.masked_fill(~chunk.mask.unsqueeze(2), 0.0)
             out += chunk.own_rows(convolve_values(v.unsqueeze(0), finished.taps, group.static).squeeze(0))
-        return self.add_branches(chunk.tokens, out)
+        return self.add_branches(chunk.tokens, self.attn.apply_gate(out, own))
 
     def apply_prefix(self, prefix: Tensor, finished: Any) -> Tensor:
         """See Pass.apply_prefix."""
-        out = torch.addmm(finished.constant, self.block.norm1(prefix), finished.fold)
+        normed = self.block.norm1(prefix)
+        out = self.attn.apply_gate(torch.addmm(finished.constant, normed, finished.fold), normed)
         return self.add_branches(prefix.unsqueeze(0), out.unsqueeze(0)).squeeze(0)
 
 

@@ -11,7 +11,7 @@ from ..layers.inline_attention import InLineAttention
 from ..ops.windows import covers_map
 from .attention_pass import AttentionPass, FoldedPass
 from .native_pass import NativePass, NativeWindowPass
-from .passes import ConvMlpPass, Pass
+from .passes import ConvMlpPass, Pass, PositionsPass
 from .states import STATES
 
 
@@ -23,8 +23,9 @@ def make_passes(block: Block, feat_size: tuple[int, int], num_prefix_tokens: int
             f"{type(attn).__name__} cannot be streamed: use a model with attention of "
             f"{', '.join(kind.__name__ for kind in STATES)}"
         )
-    passes: list[Pass] = [attention_pass(block, feat_size, num_prefix_tokens)]
-    if block.dwconv_mlp:
+    passes: list[Pass] = [] if block.cpe is None else [PositionsPass(block)]
+    passes.append(attention_pass(block, feat_size, num_prefix_tokens))
+    if block.conv_mlp:
         passes.append(ConvMlpPass(block))
     return passes
 

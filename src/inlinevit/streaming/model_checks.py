@@ -4,6 +4,7 @@ import torch
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
+from ..layers import BaseAttention
 from ..layers._chunks import has_hooks
 from ..models._inline_vit import InLineViT
 
@@ -50,3 +51,7 @@ def check_state(model: nn.Module) -> None:
         raise ValueError("streaming computes in float32 on the CPU: call model.float().cpu() first")
     if has_hooks(model):
         raise ValueError("modules of the model have hooks, which streaming does not call: remove them")
+    if any(isinstance(module, BaseAttention) and module.rope for module in model.modules()):
+        raise ValueError(
+            "attention with rope cannot be streamed, since chunks do not know their rows: use a model without rope"
+        )

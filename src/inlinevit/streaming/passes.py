@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers.block import Block, DWConvMlp
+from ..layers.block import Block, DWConvMlp, ResidualConvMlp
+from ..layers.surroundings import ResidualConv
 from ..parallel.collectives import SequenceGroup
 
 
@@ -89,6 +90,36 @@ class Pass(ABC):
         """Return the new prefix tokens, (prefix, channels)."""
 
 
+class PositionsPass(Pass):
+    """x + convolution of x, at the beginning of a block.
+
+    Args:
+        block: The block, which has `cpe`.
+    """
+
+    halo = 1
+
+    def __init__(self, block: Block) -> None:
+        assert block.cpe is not None
+        self.conv = block.cpe
+        self.token_floats = 5 * self.conv.in_channels
+
+    def apply(self, chunk: Chunk, finished: Any) -> Tensor:
+        """See Pass.apply."""
+        return chunk.own_rows(add_convolved(chunk.extended(), self.conv, chunk.mask))
+
+    def apply_prefix(self, prefix: Tensor, finished: Any) -> Tensor:
+        """See Pass.apply_prefix: they skip the convolution."""
+        return prefix
+
+
+def add_convolved(rows: Tensor, conv: ResidualConv, mask: Tensor | None) -> Tensor:
+    """Return rows (rows, width, channels) plus their convolution, in which masked tokens (rows, width) are zero."""
+    real = rows if mask is None else rows.masked_fill(~mask.unsqueeze(2), 0.0)
+    maps = F.conv2d(real.permute(2, 0, 1).unsqueeze(0), conv.weight, conv.bias, padding=1, groups=conv.groups)
+    return rows + maps.squeeze(0).permute(1, 2, 0)
+
+
 class ConvMlpPass(Pass):
     """norm → MLP with a convolution → add.
 
@@ -99,12 +130,15 @@ class ConvMlpPass(Pass):
     halo = 1
 
     def __init__(self, block: Block) -> None:
-        self.block, self.mlp = block, cast(DWConvMlp, block.mlp)
+        self.block, self.mlp = block, cast(DWConvMlp | ResidualConvMlp, block.mlp)
         self.token_floats = 4 * self.mlp.fc1.in_features + 5 * self.mlp.fc1.out_features
 
     def apply(self, chunk: Chunk, finished: Any) -> Tensor:
         """See Pass.apply."""
         hidden = self.mlp.fc1(self.block.norm2(chunk.extended()))
+        if isinstance(self.mlp, ResidualConvMlp):
+            hidden = add_convolved(F.gelu(hidden), self.mlp.conv, chunk.mask)
+            return chunk.tokens + self.mlp.fc2(chunk.own_rows(hidden))
         if chunk.mask is not None:
             hidden = hidden.masked_fill(~chunk.mask.unsqueeze(2), 0.0)
         convolved = self.mlp.conv(hidden.permute(2, 0, 1).unsqueeze(0)).squeeze(0).permute(1, 2, 0)

@@ -412,7 +412,7 @@ class Streamer:
         else:
             count = math.prod(stage.feat_size) if stage.mask is None else int(stage.mask.sum())
             pooled = (sums / count).float().unsqueeze(0)
-        return model.head(pooled)
+        return model.head(model.fc_norm(pooled))
 
     def deliver_block(self, index: int, passes: int, tokens: TokenMap, prefix: Tensor) -> None:
         """Deliver the map of the block that is complete after so many passes, if it is wanted."""

@@ -12,7 +12,8 @@ import pytest
 from inlinevit.engine.trainer import Stopped, Trainer
 from inlinevit.experiments.reproduce import cells
 from inlinevit.experiments.reproduce.cells import Ended, read_outcome, train_cell
-from inlinevit.experiments.reproduce.studies import Study, cell_config
+from inlinevit.experiments.reproduce.design import Run, Study
+from inlinevit.experiments.reproduce.studies import run_config
 from inlinevit.tasks.classification.config import ClassificationConfig
 
 STEPS = 3
@@ -20,7 +21,7 @@ STEPS = 3
 
 @pytest.fixture
 def config(small_studies: dict[str, Study], data: str, tmp_path: Path) -> ClassificationConfig:
-    return cell_config(small_studies["first"].cells[0], data=data, output=str(tmp_path), steps=STEPS)
+    return run_config(Run(small_studies["first"].cells[0], 0), data=data, output=str(tmp_path), steps=STEPS)
 
 
 def test_finished_run_is_read_and_not_trained_again(

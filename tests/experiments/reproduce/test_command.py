@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 from inlinevit import cli
 from inlinevit.experiments.reproduce import command, reproduce, workers
 from inlinevit.experiments.reproduce.cells import Ended
-from inlinevit.experiments.reproduce.studies import Cell, Study, cell_config
+from inlinevit.experiments.reproduce.design import Run, Study
+from inlinevit.experiments.reproduce.studies import run_config
 from inlinevit.tasks.classification.config import ClassificationConfig
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -50,11 +52,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def change_one(monkeypatch: pytest.MonkeyPatch, key: str, **optimizer: Any) -> None:
     """Give a cell's runs other settings of the optimizer."""
 
-    def changed(cell: Cell, **arguments: Any) -> ClassificationConfig:
-        config = cell_config(cell, **arguments)
-        return replace(config, optimizer=replace(config.optimizer, **optimizer)) if cell.key == key else config
+    def changed(run: Run, **arguments: Any) -> ClassificationConfig:
+        config = run_config(run, **arguments)
+        return replace(config, optimizer=replace(config.optimizer, **optimizer)) if run.cell.key == key else config
 
-    monkeypatch.setattr(command, "cell_config", changed)
+    monkeypatch.setattr(command, "run_config", changed)
 
 
 @pytest.mark.slow
@@ -66,10 +68,11 @@ def test_two_jobs_train_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     change_one(monkeypatch, "linear", lr=1e30, clip_grad=None)
-    assert reproduce(["first"], data=data, output=str(tmp_path), jobs=2, steps=2) == 0
+    assert reproduce(["first"], data=data, output=str(tmp_path), jobs=2, steps=2, select=False) == 0
     assert results(tmp_path) == {"softmax": ["0"], "linear": ["0"]}
     record = read_json(tmp_path / "results.json")
-    assert record["settings"] == {"steps": 2, "batch_size": 64, "jobs": 2, "seeds": {"first": 1, "second": 2}}
+    assert record["settings"] == {"jobs": 2, "select": False, "seeds": {"softmax": 1, "linear": 1, "inline": 2}}
+    assert (record["cells"]["softmax"]["steps"], record["cells"]["softmax"]["batch_size"]) == (2, 64)
     assert record["machine"]["threads"] == 1
     run = record["cells"]["softmax"]["runs"]["0"]
     assert set(run) == {"top1", "loss", "seconds", "cpu_seconds"}
@@ -85,7 +88,7 @@ def test_two_jobs_train_what_is_missing(
     assert "holds; linear diverged in 1 of 1" in printed.out
     # Everything is there now, so nothing is trained, and no data are needed.
     monkeypatch.setattr(workers, "get_context", None)
-    assert reproduce(["first"], output=str(tmp_path), steps=2) == 0
+    assert reproduce(["first"], output=str(tmp_path), steps=2, select=False) == 0
     assert "2 of 2 runs are finished" in capfd.readouterr().err
     after = read_json(tmp_path / "results.json")
     assert after["cells"] == record["cells"]
@@ -101,7 +104,7 @@ def test_failed_run_does_not_stop_the_others(
 ) -> None:
     with monkeypatch.context() as patch:
         change_one(patch, "softmax", name="no-such-optimizer")
-        assert reproduce(["first"], data=data, output=str(tmp_path), steps=1) == 1
+        assert reproduce(["first"], data=data, output=str(tmp_path), steps=1, select=False) == 1
     printed = capfd.readouterr()
     assert "softmax-seed0 failed: " in printed.err
     assert "1 failed: softmax-seed0" in printed.err
@@ -113,12 +116,27 @@ def test_failed_run_does_not_stop_the_others(
 def test_chosen_studies_and_seeds_only(
     small_studies: dict[str, Study], data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cli.main(["reproduce", "first", "--data", data, "--output", str(tmp_path), "--seeds", "2", "--steps", "1"])
+    cli.main(
+        [
+            "reproduce",
+            "first",
+            "--data",
+            data,
+            "--output",
+            str(tmp_path),
+            "--seeds",
+            "2",
+            "--steps",
+            "1",
+            "--select",
+            "false",
+        ]
+    )
     assert results(tmp_path) == {"softmax": ["0", "1"], "linear": ["0", "1"]}
-    assert read_json(tmp_path / "results.json")["settings"]["seeds"] == {"first": 2, "second": 2}
+    assert read_json(tmp_path / "results.json")["settings"]["seeds"] == {"softmax": 2, "linear": 2, "inline": 2}
     assert "Second" not in capfd.readouterr().out
     # Without data, what is there is shown.
-    cli.main(["reproduce", "second", "--output", str(tmp_path), "--steps", "1"])
+    cli.main(["reproduce", "second", "--output", str(tmp_path), "--steps", "1", "--select", "false"])
     assert "2 are not trained without --data" in capfd.readouterr().err
 
 
@@ -128,9 +146,9 @@ def test_single_cells_and_their_page(
 ) -> None:
     cli.main(["reproduce", "--list", "second/inline"])
     listed = capfd.readouterr().out
-    assert "  second/inline, 2 seeds: InLine" in listed
+    assert re.search(r"  second/inline, 2 seeds, \d+\.\d\d core-hours: InLine", listed)
     assert "all: 1 different cells, 2 runs" in listed
-    places = ["--data", data, "--output", str(tmp_path), "--steps", "1", "--device", "cpu:0"]
+    places = ["--data", data, "--output", str(tmp_path), "--steps", "1", "--device", "cpu:0", "--select", "false"]
     cli.main(["reproduce", "second/inline", "first/linear", "--seeds", "1", *places])
     assert results(tmp_path) == {"linear": ["0"], "inline": ["0"]}
     printed = capfd.readouterr()
@@ -148,19 +166,86 @@ def test_single_cells_and_their_page(
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_rates_are_chosen_on_held_out_images_and_kept(
+    small_studies: dict[str, Study],
+    data: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accuracies = {0.001: 20.0, 0.002: 50.0, 0.004: 50.0}
+    evaluated = []
+
+    def trained(config: ClassificationConfig) -> Ended:
+        """Train nothing, and find accuracies that depend on the rate."""
+        folder = Path(config.run.output)
+        folder.mkdir(parents=True)
+        evaluated.append((folder.name, Path(config.data.path).name, config.schedule.steps))
+        (folder / "classes.json").write_text(json.dumps(["a", "b"]))
+        metrics = {"top1": accuracies[config.optimizer.lr], "loss": 1.0}
+        (folder / "results.json").write_text(json.dumps({"metrics": metrics}))
+        return Ended("finished")
+
+    monkeypatch.setattr(workers, "train_cell", trained)
+    assert reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=16) == 0
+    name = Path(data).name
+    assert evaluated == [*((f"softmax-lr{rate:g}", "train", 2) for rate in accuracies), ("softmax-seed0", name, 16)]
+    found = read_json(tmp_path / "results.json")["cells"]["softmax"]
+    # The smaller one of two that are equally good.
+    assert (found["lr"], found["rates"]) == (0.002, {"0.001": 20.0, "0.002": 50.0, "0.004": 50.0})
+    assert "3 of 3 runs that choose learning rates are finished" in capfd.readouterr().err
+    # Nothing is trained again.
+    assert reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=16) == 0
+    assert len(evaluated) == 4
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_whole_study_with_rates_in_tiny_runs(small_studies: dict[str, Study], data: str, tmp_path: Path) -> None:
+    assert reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=1) == 0
+    found = read_json(tmp_path / "results.json")["cells"]["softmax"]
+    assert sorted(found["rates"]) == ["0.001", "0.002", "0.004"]
+    assert f"lr: {found['lr']}" in (tmp_path / "softmax-seed0" / "config.yaml").read_text()
+    # Of 8 training images of each class, one is held out.
+    log = (tmp_path / "rates" / "softmax-lr0.001" / "training.log").read_text()
+    assert "70 images for training, 10 for evaluation" in log
+    with pytest.raises(ValueError, match=r"(optimizer\.lr was|name another folder with --output)"):
+        reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=2)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_generated_images_need_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from inlinevit.experiments.reproduce import studies
+    from inlinevit.experiments.reproduce.design import Cell
+    from inlinevit.tasks.classification import diagnostics
+    from tests.experiments.reproduce.conftest import SMALL
+
+    monkeypatch.setitem(diagnostics.SAMPLES, "test", 20)
+    monkeypatch.setitem(diagnostics.SAMPLES, "val", 20)
+    drawn = Cell("drawn", "drawn", {**SMALL, "patch_size": 2}, "recall", is_generated=True)
+    stored = Cell("stored", "stored", SMALL)
+    monkeypatch.setattr(studies, "STUDIES", {"small": Study("Small", "?", (drawn, stored))})
+    for module in (studies, command):
+        monkeypatch.setattr(module, "STUDIES", studies.STUDIES)
+    monkeypatch.setattr("inlinevit.experiments.reproduce.record.STUDIES", studies.STUDIES)
+    monkeypatch.setattr("inlinevit.experiments.reproduce.page.STUDIES", studies.STUDIES)
+    assert reproduce(["small"], data="generated", output=str(tmp_path), steps=1, select=False) == 0
+    assert results(tmp_path) == {"drawn": ["0"]}
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_runs_of_another_command_are_left_to_it(
     small_studies: dict[str, Study], data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "softmax-seed0").mkdir()
     with (tmp_path / "softmax-seed0" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert reproduce(["first"], data=data, output=str(tmp_path), steps=1) == 0
+        assert reproduce(["first"], data=data, output=str(tmp_path), steps=1, select=False) == 0
     assert results(tmp_path) == {"linear": ["0"]}
     assert "1 are being trained by another process: softmax-seed0" in capfd.readouterr().err
 
 
 def test_progress_on_a_terminal(small_studies: dict[str, Study]) -> None:
-    runs = command.plan({"first": 2})
+    runs = command.plan({"first": small_studies["first"]}, 2)
     progress = command.ProgressTable(runs, {run.name: None for run in runs})
     progress.update(runs[0].name, None, None)
     progress.update(runs[1].name, Ended("failed", "why"), None)
@@ -188,7 +273,7 @@ def test_progress_on_a_terminal(small_studies: dict[str, Study]) -> None:
         (["--steps", "0"], "steps is 0: it should be at least 1"),
         (["--jobs", "0"], "jobs is 0: it should be at least 1"),
         (["--seeds", "-1"], "seeds is -1: it should be at least 1"),
-        (["--steps", "few"], "Got value: few"),
+        (["--steps", "few"], "Given value: few"),
     ],
 )
 def test_mistakes_get_a_sentence(
@@ -205,11 +290,11 @@ def test_mistakes_get_a_sentence(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_folder_with_other_settings_is_refused(small_studies: dict[str, Study], data: str, tmp_path: Path) -> None:
-    reproduce(["first"], data=data, output=str(tmp_path), steps=1)
+    reproduce(["first"], data=data, output=str(tmp_path), steps=1, select=False)
     before = (tmp_path / "results.json").read_text()
     # Even by a study that has no run of it: all runs of a folder share one record.
     with pytest.raises(ValueError, match=r"schedule\.steps was 1 and is 2.*: name another folder with --output, or"):
-        reproduce(["second"], data=data, output=str(tmp_path), steps=2)
+        reproduce(["second"], data=data, output=str(tmp_path), steps=2, select=False)
     assert (tmp_path / "results.json").read_text() == before
 
 

@@ -15,8 +15,8 @@ from inlinevit.tasks.classification.model import build_model
 from inlinevit.tasks.classification.transforms import input_spec
 
 SMALL = ("cifar10", "embedded")
-# Held by tests/reproduce/test_studies.py.
-REPRODUCED = ("reproduce", "reproduce_16x16")
+# Held by tests/experiments/reproduce/test_studies.py.
+REPRODUCED = ("reproduce", "reproduce_16x16", "comparison", "recall", "connectivity")
 FINE_TUNING = {"inline_swin_base_384": "inline_swin_base", "inline_cswin_base_384": "inline_cswin_base"}
 
 

@@ -3,11 +3,10 @@
 import os
 from pathlib import Path
 
-from rich.console import Console
-
 from ...engine.config import MOST_STEPS, config_from_dict
 from ...recipes import load_recipe, merge
 from ...tasks.classification.config import ClassificationConfig
+from ...utils.console import new_console
 from ...utils.validation import Range, check_value, require
 
 __all__ = ["ATTENTIONS", "demo", "demo_config"]
@@ -72,7 +71,7 @@ def demo(
         )
         for attention in ATTENTIONS
     }
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = new_console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"Three small vision transformers, {steps} training steps each: {', '.join(ATTENTIONS)} attention.")
     # Imported here, because it takes seconds, and the line above is printed at once.
     from .compare import compare

@@ -30,6 +30,7 @@ from ...tasks.classification.metrics import ClassificationEvaluation
 from ...tasks.classification.sources import ArraySource
 from ...tasks.classification.task import Classification
 from ...utils.atomic import atomic_write_json
+from ...utils.program import program_name
 from .resolution import SIDES, explore_section, measure_resolutions, resolution_section
 from .sections import TrainedModel, comparison_sections, settings_section
 
@@ -94,12 +95,13 @@ def compare(folder: Path, configs: Mapping[str, ClassificationConfig], console: 
     )
     assert isinstance(task.eval_source, ArraySource)
     report.add(*comparison_sections(models, task.eval_source), resolution, *analysis_sections(analyses))
-    report.add(settings_section(settings, len(task.train_source)), explore_section(shlex.quote(str(folder))))
+    explore = f"{program_name()} explore {shlex.quote(str(folder))}"
+    report.add(settings_section(settings, len(task.train_source)), explore_section(explore))
     path = report.write(folder)
     report.save_figures(folder / FIGURES)
     atomic_write_json(folder / STATE_FILE, {"state": "finished", "settings": settings})
     console.print(f"Done in {(time.monotonic() - started) / 60:.1f} minutes. The report is in {path.resolve()}")
-    console.print(f"Look at the attention of the models in your browser: inlinevit explore {shlex.quote(str(folder))}")
+    console.print(f"Look at the attention of the models in your browser: {explore}", markup=False)
     return path
 
 

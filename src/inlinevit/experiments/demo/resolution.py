@@ -145,9 +145,8 @@ def resolution_verdict(costs: Sequence[Cost]) -> str:
     )
 
 
-def explore_section(folder: str) -> Section:
-    """Offer the explorer."""
-    command = f"inlinevit explore {folder}"
+def explore_section(command: str) -> Section:
+    """Offer the explorer, which this command starts."""
     text = (
         f"{command} opens a page in your browser: click a patch of a test image, or of your own picture, and see which "
         "weights the three models give to all other patches, by layer and head."

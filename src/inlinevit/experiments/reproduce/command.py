@@ -1,10 +1,10 @@
 """Run studies: find missing runs, train them, print and write the results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -14,12 +14,15 @@ from ...report import rich_table, wide_console
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.task import Classification
 from ...utils.atomic import make_output_dir
+from ...utils.console import new_console
 from ...utils.validation import require
 from .cells import Ended, Outcome, read_outcome
+from .design import Run, Study
 from .page import write_page
+from .rates import chosen_rate
 from .record import Record, found_runs, gather
-from .studies import STUDIES, Run, Study, cell_config, cells_of, plan
-from .tables import cells_table, claims_table
+from .studies import GENERATED, STUDIES, cells_of, plan, rate_runs, run_config, seeds_by_cell
+from .tables import cells_tables, claims_table
 from .workers import Workers
 
 RECORD = "results.json"
@@ -32,74 +35,100 @@ def run_studies(
     output: str,
     jobs: int,
     seeds: int | None,
-    steps: int,
+    steps: int | None,
+    select: bool,
     device: str | None,
 ) -> int:
     """Train and show some studies, by name; the other arguments are those of reproduce()."""
     if device is not None:
         resolve_device(device)
     folder = Path(output)
-    counts = {name: seeds if seeds and name in studies else study.seeds for name, study in STUDIES.items()}
-    runs = plan({name: counts[name] for name in studies}, studies)
-    places = {"output": output} if data is None else {"output": output, "data": data}
-    configs = {run.name: cell_config(run.cell, seed=run.seed, steps=steps, device=device, **places) for run in runs}
-    check_folder(folder, configs, steps)
-    outcomes = {run.name: read_outcome(folder / run.name) for run in runs}
-    missing = {name: configs[name] for name, outcome in outcomes.items() if outcome is None}
-    if missing and (data is not None or len(missing) == len(runs)):
-        check_data(data, next(iter(missing.values())))
+    counts = {**seeds_by_cell(STUDIES), **seeds_by_cell(studies, seeds)}
+    settings: dict[str, Any] = {"output": output, "steps": steps, "device": device}
+    if data not in (None, GENERATED):
+        settings["data"] = data
+    runs = plan(studies, seeds)
+    choosing = rate_runs(cells_of(studies.values())) if select else []
+
+    def config_of(run: Run) -> ClassificationConfig:
+        rate = chosen_rate(folder, run.cell) if select and run.rate is None else None
+        return run_config(run, lr=rate, **settings)
+
+    check_folder(folder, config_of, select)
+    outcomes = {run.name: read_outcome(folder / run.name) for run in [*choosing, *runs]}
+    missing = [run for run in [*choosing, *runs] if outcomes[run.name] is None]
+    trained = [run for run in missing if data is not None and (run.cell.is_generated or data != GENERATED)]
+    if missing and (data is not None or not any(outcomes.values())):
+        check_data(data, [config_of(run) for run in trained if not run.cell.is_generated][:1])
     make_output_dir(folder)
 
     def record() -> Record:
         """Write the present results."""
-        gathered = gather(folder, seeds=counts, steps=steps, jobs=jobs)
+        gathered = gather(folder, seeds=counts, jobs=jobs, steps=steps, select=select)
         gathered.write(folder / RECORD)
         return gathered
 
-    with ProgressTable(runs, outcomes) as progress:
+    def train(group: Sequence[Run]) -> ProgressTable:
+        """Train what is missing of some runs."""
+        with ProgressTable(group, {run.name: read_outcome(folder / run.name) for run in group}) as progress:
 
-        def update(name: str, ended: Ended | None) -> None:
-            outcome = read_outcome(folder / name) if ended and ended.how == "finished" else None
-            progress.update(name, ended, outcome)
-            if outcome is not None:
-                record()
+            def update(name: str, ended: Ended | None) -> None:
+                outcome = read_outcome(folder / name) if ended and ended.how == "finished" else None
+                progress.update(name, ended, outcome)
+                if outcome is not None:
+                    record()
 
-        if data is not None:
-            Workers(missing, jobs, update).run()
+            # Without its learning rate, a run has to wait for the command that is choosing it.
+            ready = [
+                run for run in trained if run in group and (run.rate or not select or chosen_rate(folder, run.cell))
+            ]
+            if ready:
+                Workers({run.name: config_of(run) for run in ready}, jobs, update).run()
+        return progress
+
+    code = 0
+    waiting = "are not trained without --data" if data in (None, GENERATED) else "wait for their learning rates"
+    if any(run in choosing for run in trained):
+        code = train(choosing).conclude(folder, "runs that choose learning rates", waiting)
+    progress = train(runs)
     final = record()
-    console = wide_console(Console())
-    for name, study in studies.items():
-        console.print(rich_table(cells_table(name, final, study)))
+    console = wide_console(new_console())
+    for study in studies.values():
+        for table in cells_tables(study, final):
+            console.print(rich_table(table))
         if study.claims:
             console.print(rich_table(claims_table(study, final)))
     page = write_page(folder, final)
     if page is not None:
         progress.console.print(f"the plots are in {page}", markup=False)
-    return progress.conclude(final, folder / RECORD)
+    return max(code, progress.conclude(folder, "runs", waiting, f": {folder / RECORD}"))
 
 
-def check_folder(folder: Path, configs: Mapping[str, ClassificationConfig], steps: int) -> None:
+def check_folder(folder: Path, config_of: Callable[[Run], ClassificationConfig], select: bool) -> None:
     """Raise a ValueError if runs in a folder have other settings."""
-    for run in [run for cell in cells_of(STUDIES.values()) for run in found_runs(folder, cell)]:
+    cells = cells_of(STUDIES.values())
+    for run in [run for cell in cells for run in found_runs(folder, cell)] + (rate_runs(cells) if select else []):
         file = folder / run.name / "config.yaml"
         if not file.exists():
             # Its training had not started.
             continue
-        config = configs.get(run.name) or cell_config(run.cell, seed=run.seed, output=str(folder), steps=steps)
         try:
-            check_unchanged(read_plain(file), config)
+            check_unchanged(read_plain(file), config_of(run))
         except ValueError as error:
             # The same problem, but another remedy.
             problem = str(error).rpartition(": ")[0]
             raise ValueError(f"{problem}: name another folder with --output, or remove {folder / run.name}") from error
 
 
-def check_data(data: str | None, config: ClassificationConfig) -> None:
-    """Raise an error for unusable data, before anything is written."""
+def check_data(data: str | None, configs: Sequence[ClassificationConfig]) -> None:
+    """Raise an error for unusable data, before anything is written; `configs` are of runs that need them."""
+    if data == GENERATED:
+        return
     problem = "there are no results yet, and no data to train on" if data is None else f"there is no folder {data}"
     what = "the folder of CIFAR-10's train.tar and test.tar, or of its folders train and test"
     require(data is not None and Path(data).is_dir(), f"{problem}: name {what}, with --data")
-    Classification(config)
+    for config in configs:
+        Classification(config)
 
 
 class ProgressTable:
@@ -110,7 +139,7 @@ class ProgressTable:
         # What the table shows of each run.
         self.words = {name: outcome.words if outcome else "" for name, outcome in outcomes.items()}
         self.finished = sum(outcome is not None for outcome in outcomes.values())
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = new_console(stderr=True, highlight=False, soft_wrap=True)
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.table, transient=True)
 
     def __enter__(self) -> "ProgressTable":
@@ -140,28 +169,39 @@ class ProgressTable:
             self.live.refresh()
 
     def table(self) -> Table:
-        """Return one row per cell and one column per seed."""
-        seeds = sorted({run.seed for run in self.runs})
+        """Return one row per cell and one column per seed, or per learning rate that is tried."""
+        columns: dict[str, dict[str, str]] = {}
+        for run in self.runs:
+            place = f"seed {run.seed}" if run.rate is None else f"rate {run.rate:g}"
+            columns.setdefault(place, {})[run.cell.key] = self.words[run.name]
         running = list(self.words.values()).count("training")
         table = Table(
             "",
-            *(f"seed {seed}" for seed in seeds),
+            *columns,
             box=box.SIMPLE_HEAD,
             caption=f"top-1 %; {self.finished} of {len(self.runs)} runs finished, {running} running",
         )
         for cell in dict.fromkeys(run.cell for run in self.runs):
-            table.add_row(cell.label, *(self.words.get(Run(cell, seed).name, "") for seed in seeds))
+            label = f"{cell.label}, {cell.group}" if cell.group else cell.label
+            table.add_row(label, *(words.get(cell.key, "") for words in columns.values()))
         return table
 
-    def conclude(self, record: Record, file: Path) -> int:
-        """Print what is finished in a record and what is missing, and return the exit code."""
-        missing = [run.name for run in self.runs if run.seed not in record.cells[run.cell.key].runs]
-        self.console.print(f"{len(self.runs) - len(missing)} of {len(self.runs)} runs are finished: {file}")
+    def conclude(self, folder: Path, kind: str, waiting: str, where: str = "") -> int:
+        """Print what is finished in a folder and what is missing, and return the exit code.
+
+        Args:
+            folder: Of the runs.
+            kind: What they are called.
+            waiting: Why runs were not tried.
+            where: Where their results are.
+        """
+        missing = [run.name for run in self.runs if read_outcome(folder / run.name) is None]
+        self.console.print(f"{len(self.runs) - len(missing)} of {len(self.runs)} {kind} are finished{where}")
         failed = [name for name, word in self.words.items() if word == "failed"]
         elsewhere = [name for name in missing if self.words[name] == "elsewhere"]
         untried = [name for name in missing if not self.words[name]]
         if untried:
-            self.console.print(f"{len(untried)} are not trained without --data")
+            self.console.print(f"{len(untried)} {waiting}")
         if elsewhere:
             self.console.print(f"{len(elsewhere)} are being trained by another process: {', '.join(elsewhere)}")
         if failed:

@@ -1,26 +1,24 @@
-"""The record of all runs of a folder: means, spreads, verdicts on claims."""
+"""The record of all runs of a folder."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any, NamedTuple
+from statistics import mean
+from typing import Any
 
 import torch
 
 from ...benchmark.machine import pinned_threads
 from ...models.catalog import count_parameters
-from ...recipes import load_recipe, merge
 from ...report import environment
 from ...tasks.classification.model import build_model
 from ...utils.atomic import atomic_write_json
 from .cells import Outcome, read_outcome
-from .studies import STUDIES, Cell, Claim, Run, cell_config, cells_of
-
-# Differences beyond this many standard errors are significant.
-STANDARD_ERRORS = 2
+from .design import Cell, Run
+from .rates import chosen_rate, tried_rates
+from .studies import STUDIES, cells_of, recipe_of, run_config, seeds_by_cell, steps_of
 
 
 @dataclass
@@ -31,11 +29,21 @@ class CellRecord:
         options: Arguments of its model.
         parameters: Number of parameters; None before the first run.
         runs: Outcomes of finished runs by seed, in the order of the seeds.
+        lr: Learning rate of the runs; None if it is not chosen yet, or not known.
+        rates: Accuracies on held-out training images by learning rate, for the choice; None = it diverged.
+        steps: Training steps of a run; None if not known.
+        batch_size: Images of a step; None if not known.
+        rate_seconds: Processor time of the choice.
     """
 
     options: dict[str, Any]
     parameters: int | None = None
     runs: dict[int, Outcome] = field(default_factory=dict)
+    lr: float | None = None
+    rates: dict[float, float | None] = field(default_factory=dict)
+    steps: int | None = None
+    batch_size: int | None = None
+    rate_seconds: float = 0.0
 
     @property
     def top1(self) -> list[float]:
@@ -48,15 +56,10 @@ class CellRecord:
         return [run.diverged_step for run in self.runs.values() if run.diverged_step is not None]
 
     @property
-    def standard_error(self) -> float:
-        """The standard error of the mean accuracy."""
-        return stdev(self.top1) / math.sqrt(len(self.top1))
-
-    @property
-    def minutes(self) -> float | None:
-        """Mean wall time of the runs that did not diverge."""
-        seconds = [run.seconds for run in self.runs.values() if run.top1 is not None and run.seconds is not None]
-        return mean(seconds) / 60 if seconds else None
+    def cpu_minutes(self) -> float | None:
+        """Mean processor time of the runs that did not diverge."""
+        times = [run.cpu_seconds for run in self.runs.values() if run.top1 is not None and run.cpu_seconds is not None]
+        return mean(times) / 60 if times else None
 
 
 @dataclass
@@ -64,7 +67,7 @@ class Record:
     """The results of studies.
 
     Attributes:
-        settings: Steps and batch size of a run, runs per cell by study, parallel runs.
+        settings: Planned runs by cell, parallel runs, whether learning rates are chosen.
         cells: By key; each once, although several studies may have it.
         facts: See report.environment().
     """
@@ -75,8 +78,9 @@ class Record:
 
     @property
     def core_hours(self) -> float:
-        """Processor time of all runs for which it is known."""
-        return sum(run.cpu_seconds or 0.0 for cell in self.cells.values() for run in cell.runs.values()) / 3600
+        """Processor time of all runs for which it is known, with those that choose learning rates."""
+        runs = sum(run.cpu_seconds or 0.0 for cell in self.cells.values() for run in cell.runs.values())
+        return (runs + sum(cell.rate_seconds for cell in self.cells.values())) / 3600
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
@@ -93,71 +97,63 @@ def read_record(path: Path) -> Record:
     content = json.loads(path.read_text())
     cells = {}
     for key, cell in content.pop("cells").items():
-        runs = {int(seed): Outcome(**run) for seed, run in cell["runs"].items()}
-        cells[key] = CellRecord(cell["options"], cell["parameters"], runs)
+        runs = {int(seed): Outcome(**run) for seed, run in cell.pop("runs").items()}
+        # Records of before learning rates were chosen have none.
+        rates = {float(rate): top1 for rate, top1 in cell.pop("rates", {}).items()}
+        cells[key] = CellRecord(**cell, runs=runs, rates=rates)
     del content["studies"]
     return Record(content.pop("settings"), cells, content)
 
 
-def gather(output: Path, *, seeds: Mapping[str, int], steps: int, jobs: int) -> Record:
-    """Return the record of all runs in a folder; the other arguments are settings."""
+def empty_record() -> Record:
+    """Return the record of a folder without runs, with the default settings."""
+    cells = {cell.key: CellRecord(recipe_of(cell)["model"]["kwargs"]) for cell in cells_of(STUDIES.values())}
+    with pinned_threads(1):
+        return Record({"jobs": 1, "select": True, "seeds": seeds_by_cell(STUDIES)}, cells)
+
+
+def gather(
+    output: Path, *, seeds: Mapping[str, int], jobs: int, steps: int | None = None, select: bool = True
+) -> Record:
+    """Return the record of all runs in a folder; the other arguments are those of the command.
+
+    Args:
+        output: The folder.
+        seeds: Planned runs of each cell, by key.
+        jobs: Parallel runs.
+        steps: Training steps of each run; None = as in its recipe.
+        select: Whether learning rates are chosen.
+    """
     cells = {}
     for cell in cells_of(STUDIES.values()):
-        recipe = load_recipe(cell.recipe, "classification")
-        record = cells[cell.key] = CellRecord(merge(recipe["model"]["kwargs"], cell.kwargs))
+        recipe = recipe_of(cell)
+        record = cells[cell.key] = CellRecord(recipe["model"]["kwargs"])
+        record.steps, record.batch_size = steps_of(Run(cell, 0), steps), recipe["data"]["batch_size"]
+        classes = 0
         for run in found_runs(output, cell):
             if (outcome := read_outcome(output / run.name)) is not None:
                 record.runs[run.seed] = outcome
                 classes = len(json.loads((output / run.name / "classes.json").read_text()))
+        if select:
+            tried = tried_rates(output, cell)
+            record.rates = {rate: outcome.top1 for rate, outcome in tried.items()}
+            record.rate_seconds = sum(outcome.cpu_seconds or 0.0 for outcome in tried.values())
+        record.lr = chosen_rate(output, cell) if select else recipe["optimizer"]["lr"]
         if record.runs:
-            with torch.device("meta"):
-                model = build_model(cell_config(cell).model, classes)
-            record.parameters = count_parameters(model)
-    settings = {"steps": steps, "batch_size": recipe["data"]["batch_size"], "jobs": jobs, "seeds": dict(seeds)}
+            record.parameters = parameters_of(cell, classes)
+    settings = {"jobs": jobs, "select": select, "seeds": dict(seeds)}
     with pinned_threads(1):
         return Record(settings, cells)
 
 
+@cache
+def parameters_of(cell: Cell, classes: int) -> int:
+    """Return the number of parameters of a cell's model."""
+    with torch.device("meta"):
+        return count_parameters(build_model(run_config(Run(cell, 0)).model, classes))
+
+
 def found_runs(output: Path, cell: Cell) -> list[Run]:
-    """Return the runs of a cell that have a folder."""
+    """Return the runs of a cell that have a folder, without those that choose its learning rate."""
     seeds = [folder.name.removeprefix(Run(cell, 0).name[:-1]) for folder in output.glob(f"{cell.key}-seed*")]
     return [Run(cell, seed) for seed in sorted(int(text) for text in seeds if text.isdecimal())]
-
-
-class Verdict(NamedTuple):
-    """Whether a claim holds.
-
-    Attributes:
-        word: "holds", "does not hold", "within noise", "both diverged" or "unknown".
-        difference: Mean accuracy of the cell that should be better minus that of the other; None if unknown.
-        noise: STANDARD_ERRORS of that difference; None without several seeds.
-        reason: Why the word does not follow from the difference; "" if it does.
-    """
-
-    word: str
-    difference: float | None = None
-    noise: float | None = None
-    reason: str = ""
-
-
-def judge(claim: Claim, cells: Mapping[str, CellRecord]) -> Verdict:
-    """Return whether a claim holds."""
-    better, worse = cells[claim.better.key], cells[claim.worse.key]
-    if not better.runs or not worse.runs:
-        return Verdict("unknown", reason="runs are missing")
-    if better.diverged or worse.diverged:
-        shares = [len(cell.diverged) / len(cell.runs) for cell in (better, worse)]
-        reason = " and ".join(
-            f"{cell.label} diverged in {len(found.diverged)} of {len(found.runs)}"
-            for cell, found in ((claim.better, better), (claim.worse, worse))
-            if found.diverged
-        )
-        is_same = shares[0] == shares[1]
-        word = "both diverged" if is_same else "holds" if shares[0] < shares[1] else "does not hold"
-        return Verdict(word, reason=reason)
-    difference = mean(better.top1) - mean(worse.top1)
-    if min(len(better.top1), len(worse.top1)) < 2:
-        return Verdict("unknown", difference, reason="one seed has no spread")
-    noise = STANDARD_ERRORS * math.hypot(better.standard_error, worse.standard_error)
-    word = "holds" if difference > noise else "does not hold" if difference < -noise else "within noise"
-    return Verdict(word, difference, noise)

@@ -1,139 +1,32 @@
-"""The paper's ablations: the models of each study, and what the paper expects of them."""
+"""All studies, their runs in order, and the config of each run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from copy import deepcopy
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from ...engine.config import config_from_dict
 from ...recipes import load_recipe, merge
 from ...tasks.classification.config import ClassificationConfig
 from ...utils.validation import did_you_mean, require
+from .ablations import ABLATIONS
+from .comparison import COMPARISONS
+from .design import Cell, Run, Study
 
-# Training steps of 64 images.
-STEPS = 1000
 DATA, OUTPUT = "path/to/cifar10", "runs/reproduce"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One model of a study.
-
-    Attributes:
-        key: Its name in folders; equal cells of several studies have the same key.
-        label: Its name in tables.
-        kwargs: Arguments of the model that replace those of the recipe.
-        recipe: "reproduce", with 8 × 8 tokens, or "reproduce_16x16", with 16 × 16 tokens of fewer channels.
-    """
-
-    key: str
-    label: str
-    kwargs: dict[str, Any] = field(hash=False)
-    recipe: str = "reproduce"
-
-
-class Claim(NamedTuple):
-    """An expectation of the paper: one cell has a higher accuracy than another."""
-
-    text: str
-    better: Cell
-    worse: Cell
-
-
-@dataclass(frozen=True)
-class Study:
-    """An ablation: cells, what the paper expects of them, and the number of runs per cell."""
-
-    title: str
-    question: str
-    cells: tuple[Cell, ...]
-    claims: tuple[Claim, ...] = ()
-    seeds: int = 3
-
-
-def attention_cell(key: str, label: str, attention: str, **attn_kwargs: Any) -> Cell:
-    """Return a cell with an attention and its options."""
-    return Cell(key, label, {"attention": attention, **({"attn_kwargs": attn_kwargs} if attn_kwargs else {})})
-
-
-MAPS = {"relu": "ReLU", "relu_affine": "ReLU(A·+b)", "leaky_relu": "LeakyReLU", "identity": "identity", "exp": "exp"}
-LINEAR = {phi: attention_cell(f"linear-{phi}", f"linear, {MAPS[phi]}", "linear", feature_map=phi) for phi in MAPS}
-PLAIN_INLINE = {
-    phi: attention_cell(
-        f"inline-{phi}-plain", f"InLine, {MAPS[phi]}, no residual", "inline", feature_map=phi, local_residual=False
-    )
-    for phi in MAPS
-}
-INLINE = {phi: attention_cell(f"inline-{phi}", f"InLine, {MAPS[phi]}", "inline", feature_map=phi) for phi in MAPS}
-SOFTMAX = attention_cell("softmax", "softmax", "softmax")
-UNIT_SOFTMAX = attention_cell("softmax-unit", "softmax, queries of unit length", "softmax", unit_queries=True)
-BASELINES = [attention_cell(word, word, word) for word in ("hydra", "efficient", "angular", "enhanced", "focused")]
-WINDOWS = (2, 4, 8, 16)
-WINDOWED = {
-    (width, residual): Cell(
-        f"window-{width}" if residual else f"window-{width}-plain",
-        f"window {width} × {width}, {'with' if residual else 'without'} residual",
-        {"attention": "inline", "attn_kwargs": {"local_residual": residual}, "window_size": width},
-        "reproduce_16x16",
-    )
-    for residual in (False, True)
-    for width in WINDOWS
-}
-ABLATED_MAPS = ("relu", "relu_affine", "leaky_relu", "identity")
-OTHERS = (SOFTMAX, LINEAR["relu"], *BASELINES)
-
-STUDIES = {
-    "injectivity": Study(
-        "Injectivity: division or subtraction",
-        "Linear and InLine attention differ in one thing here: weights are normalised by division, which loses the "
-        "length of a query, or by subtraction, which keeps it.",
-        (*(LINEAR[phi] for phi in ABLATED_MAPS), *(PLAIN_INLINE[phi] for phi in ABLATED_MAPS)),
-        tuple(Claim(f"InLine above linear with {MAPS[phi]}", PLAIN_INLINE[phi], LINEAR[phi]) for phi in ABLATED_MAPS),
-    ),
-    "softmax": Study(
-        "Injectivity: softmax with unit-length queries",
-        "If injectivity matters, softmax should be worse with queries that pass a map that is not injective.",
-        (SOFTMAX, UNIT_SOFTMAX),
-        (Claim("plain softmax above softmax of unit queries", SOFTMAX, UNIT_SOFTMAX),),
-    ),
-    "locality": Study(
-        "Locality: window size and the local residual",
-        "InLine attention within windows from 2 × 2 tokens to the whole feature map of 16 × 16, shifted in every "
-        "second block, with and without the local residual.",
-        tuple(WINDOWED.values()),
-        (
-            *(
-                Claim(f"with residual above without at window {width}", WINDOWED[width, True], WINDOWED[width, False])
-                for width in WINDOWS
-            ),
-            Claim("with residual, the whole map above the smallest window", WINDOWED[16, True], WINDOWED[2, True]),
-        ),
-        seeds=2,
-    ),
-    "maps": Study(
-        "Feature maps of InLine attention",
-        "InLine attention with the local residual under four maps φ of queries and keys.",
-        tuple(INLINE[phi] for phi in ("identity", "relu", "leaky_relu", "exp")),
-        seeds=2,
-    ),
-    "baselines": Study(
-        "All attentions with the same budget",
-        "Every attention that this library has, in the same transformer.",
-        (*OTHERS, INLINE["identity"]),
-        tuple(Claim(f"InLine above {cell.label}", INLINE["identity"], cell) for cell in OTHERS),
-    ),
-}
-
-
-class Run(NamedTuple):
-    """A cell with a seed."""
-
-    cell: Cell
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return f"{self.cell.key}-seed{self.seed}"
+# In place of a folder of CIFAR-10: train the cells whose images are drawn when they are read.
+GENERATED = "generated"
+# Learning rates to choose from, relative to that of the recipe.
+RATES = (0.5, 1.0, 2.0)
+# A run that chooses among them has so much fewer steps than one that counts. Diagnostics are learned after a plateau:
+# runs that end on it tell nothing.
+RATE_STEPS, GENERATED_RATE_STEPS = 8, 2
+# Share of the training images that it does not see, and is evaluated on.
+HELD_OUT = 0.1
+STUDIES: dict[str, Study] = {**ABLATIONS, **COMPARISONS}
 
 
 def cells_of(studies: Iterable[Study]) -> list[Cell]:
@@ -145,20 +38,21 @@ def choose_studies(names: Sequence[str]) -> dict[str, Study]:
     """Return the studies that names stand for, with the chosen cells and the claims about these.
 
     Args:
-        names: Each is a study, or one of its cells as STUDY/CELL; none = all studies.
+        names: Each is a study, or some of its cells as STUDY/CELL, where * stands for any letters; none = all studies.
 
     Raises:
         ValueError: There is no such study or cell.
     """
     chosen: dict[str, set[str]] = {}
     for name in names:
-        study, slash, key = name.partition("/")
+        study, slash, pattern = name.partition("/")
         hint = did_you_mean(study, STUDIES) or f"choose among {', '.join(STUDIES)}"
         require(study in STUDIES, f"there is no study called {study!r}: {hint}")
         keys = [cell.key for cell in STUDIES[study].cells]
-        hint = did_you_mean(key, keys) or f"choose among {', '.join(keys)}"
-        require(not slash or key in keys, f"study {study} has no cell called {key!r}: {hint}")
-        chosen.setdefault(study, set()).update([key] if slash else keys)
+        found = [key for key in keys if not slash or fnmatchcase(key, pattern)]
+        hint = did_you_mean(pattern, keys) or f"choose among {', '.join(keys)}"
+        require(bool(found), f"study {study} has no cell called {pattern!r}: {hint}")
+        chosen.setdefault(study, set()).update(found)
     return {
         name: replace(
             study,
@@ -170,47 +64,110 @@ def choose_studies(names: Sequence[str]) -> dict[str, Study]:
     } or STUDIES
 
 
-def plan(seeds: Mapping[str, int], studies: Mapping[str, Study] = STUDIES) -> list[Run]:
-    """Return the runs of studies, given their runs per cell, each once: the first seed of all cells, the second, …."""
-    runs = (
-        Run(cell, seed)
-        for seed in range(max(seeds.values(), default=0))
-        for name, count in seeds.items()
-        for cell in studies[name].cells
-        if seed < count
-    )
-    return list({run.name: run for run in runs}.values())
-
-
-def cell_config(
-    cell: Cell,
-    *,
-    seed: int = 0,
-    data: str = DATA,
-    output: str = OUTPUT,
-    steps: int = STEPS,
-    device: str | None = None,
-) -> ClassificationConfig:
-    """Return the recipe of a cell; cells of one recipe differ in the arguments of the model only.
+def seeds_by_cell(studies: Mapping[str, Study], seeds: int | None = None) -> dict[str, int]:
+    """Return the number of runs of each cell of some studies, by key: the most that one of them asks for.
 
     Args:
-        cell: The cell.
-        seed: Seed of initial weights, data order and augmentation.
+        studies: The studies, by name, or parts of them.
+        seeds: Runs of every cell; None = as each study says.
+    """
+    counts: dict[str, int] = {}
+    for name, study in studies.items():
+        for cell in study.cells:
+            # A part of a study may lack the claim that a cell is about.
+            count = STUDIES[name].seeds_of(cell, seeds)
+            counts[cell.key] = max(count, counts.get(cell.key, 0))
+    return counts
+
+
+def plan(studies: Mapping[str, Study], seeds: int | None = None) -> list[Run]:
+    """Return the runs of studies, each once: the first seed of all cells, the second, …; arguments as above."""
+    counts = seeds_by_cell(studies, seeds)
+    cells = cells_of(studies.values())
+    return [
+        Run(cell, seed) for seed in range(max(counts.values(), default=0)) for cell in cells if seed < counts[cell.key]
+    ]
+
+
+def rate_runs(cells: Iterable[Cell]) -> list[Run]:
+    """Return the runs that choose the learning rates of cells."""
+    return [Run(cell, 0, rate) for cell in cells for rate in rates_of(cell)]
+
+
+def rates_of(cell: Cell) -> list[float]:
+    """Return the learning rates to choose from."""
+    return [factor * recipe_of(cell)["optimizer"]["lr"] for factor in RATES]
+
+
+def recipe_of(cell: Cell) -> dict[str, Any]:
+    """Return the recipe of a cell with its changes."""
+    return merge(deepcopy(base_recipe(cell.recipe)), merge(cell.changes, {"model": {"kwargs": cell.kwargs}}))
+
+
+@cache
+def base_recipe(name: str) -> dict[str, Any]:
+    """Return a recipe for classification; reading it takes milliseconds, and there are hundreds of runs."""
+    return load_recipe(name, "classification")
+
+
+def steps_of(run: Run, steps: int | None = None) -> int:
+    """Return the training steps of a run; `steps` replaces those of the recipe."""
+    full = steps or recipe_of(run.cell)["schedule"]["steps"]
+    if run.rate is None:
+        return full
+    return max(1, full // (GENERATED_RATE_STEPS if run.cell.is_generated else RATE_STEPS))
+
+
+def run_config(
+    run: Run,
+    *,
+    data: str = DATA,
+    output: str = OUTPUT,
+    steps: int | None = None,
+    lr: float | None = None,
+    device: str | None = None,
+) -> ClassificationConfig:
+    """Return the config of a run; cells of one recipe differ in the arguments of the model only.
+
+    Args:
+        run: A cell and a seed, which is that of initial weights, data order and augmentation.
         data: Folder of CIFAR-10's train.tar and test.tar, or of the folders train and test.
         output: Folder of all runs, with one folder per run.
-        steps: Training steps.
+        steps: Training steps of a run that counts; None = as in the recipe.
+        lr: Learning rate; None = that of the recipe, or the one that the run tries.
         device: Where to compute; None = the best device there is.
     """
+    recipe, length = recipe_of(run.cell), steps_of(run, steps)
+    rate = run.rate or lr or recipe["optimizer"]["lr"]
+    scale = rate / recipe["optimizer"]["lr"]
     changes = {
-        "data": {"path": data},
-        "model": {"kwargs": cell.kwargs},
-        "schedule": {"steps": steps, "warmup": steps // 10},
+        "data": data_of(run, data),
+        "optimizer": {"lr": rate},
+        "schedule": {
+            "steps": length,
+            "warmup": length // 10,
+            **({name: scale * recipe["schedule"][name] for name in ("min_lr", "warmup_lr")} if scale != 1 else {}),
+        },
         "run": {
-            "output": f"{output}/{Run(cell, seed).name}",
-            "seed": seed,
+            "output": f"{output}/{run.name}",
+            "seed": run.seed,
             "device": device,
-            "eval_every": steps,
-            "log_every": max(1, steps // 10),
+            "eval_every": length,
+            "log_every": max(1, length // 10),
         },
     }
-    return config_from_dict(ClassificationConfig, merge(load_recipe(cell.recipe, "classification"), changes))
+    return config_from_dict(ClassificationConfig, merge(recipe, changes))
+
+
+def data_of(run: Run, data: str) -> dict[str, Any]:
+    """Return where the images of a run come from: runs that choose a learning rate never see test images."""
+    if run.cell.is_generated:
+        return {"eval_split": "test" if run.rate is None else "val"}
+    if run.rate is None:
+        return {"path": data}
+    # As a data set without splits, a part of its training images is held out.
+    folder = Path(data)
+    return {
+        "path": str(folder / "train.tar" if (folder / "train.tar").is_file() else folder / "train"),
+        "eval_share": HELD_OUT,
+    }

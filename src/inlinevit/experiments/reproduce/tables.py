@@ -2,97 +2,186 @@
 
 import json
 import shlex
-from statistics import mean, stdev
+from statistics import mean
 
-from ...recipes import load_recipe
-from ...report import Table, markdown_table, replace_between
-from .record import CellRecord, Record, judge
-from .studies import DATA, OUTPUT, STUDIES, Cell, Run, Study, plan
+from ...engine.config import flattened
+from ...report import Table, markdown_table
+from .design import Cell, Run, Study
+from .record import CellRecord, Record
+from .statistics import CONFIDENCE, Verdict, judge, mean_interval
+from .studies import DATA, GENERATED, OUTPUT, STUDIES, base_recipe, recipe_of
+
+MISSING = "–"
+HEADINGS = ("attention", "seeds", "top-1 %", "learning rate", "parameters", "CPU minutes per run")
 
 
-def cells_table(name: str, record: Record, study: Study | None = None) -> Table:
-    """Return one row per cell of a study, or of a part of it (`study`)."""
-    study, seeds = study or STUDIES[name], record.settings["seeds"][name]
-    rows = []
+def cells_tables(study: Study, record: Record) -> list[Table]:
+    """Return one table per group of cells of a study, with one row per cell."""
+    groups: dict[str, list[Cell]] = {}
     for cell in study.cells:
-        found = record.cells[cell.key]
-        rows.append(
-            (
-                cell.label,
-                str(len(found.runs)) if len(found.runs) >= seeds else f"{len(found.runs)} of {seeds}",
-                accuracy_words(found),
-                f"{found.parameters:,}" if found.parameters else "–",
-                f"{found.minutes:.1f}" if found.minutes is not None else "–",
-            )
-        )
-    return Table(("attention", "seeds", "top-1 %", "parameters", "minutes per run"), rows, study.title)
+        groups.setdefault(cell.group, []).append(cell)
+    return [
+        Table(HEADINGS, [cell_row(cell, record) for cell in cells], f"{study.title}: {group}" if group else study.title)
+        for group, cells in groups.items()
+    ]
+
+
+def cell_row(cell: Cell, record: Record) -> tuple[str, ...]:
+    """Return the row of a cell; a dash is what is not measured yet."""
+    found, planned = record.cells.get(cell.key, CellRecord({})), record.settings["seeds"].get(cell.key, 0)
+    count = len(found.runs)
+    return (
+        cell.label,
+        str(count) if count >= planned else f"{count} of {planned}",
+        accuracy_words(found),
+        f"{found.lr:g}" if found.lr is not None else MISSING,
+        f"{found.parameters:,}" if found.parameters else MISSING,
+        f"{found.cpu_minutes:.1f}" if found.cpu_minutes is not None else MISSING,
+    )
 
 
 def accuracy_words(cell: CellRecord) -> str:
-    """Return mean, standard deviation and values, or how often and when runs diverged."""
+    """Return mean, confidence interval and values, or how often and when runs diverged."""
     values = ", ".join(f"{value:.2f}" for value in cell.top1)
     if cell.diverged:
         steps = f"step{'s' if len(cell.diverged) > 1 else ''} {', '.join(f'{step:,}' for step in cell.diverged)}"
         others = f"; the others: {values}" if values else ""
         return f"diverged in {len(cell.diverged)} of {len(cell.runs)} seeds ({steps}){others}"
     if not cell.top1:
-        return "–"
-    spread = f" ± {stdev(cell.top1):.2f} ({values})" if len(cell.top1) > 1 else ""
+        return MISSING
+    error = mean_interval(cell.top1)
+    spread = f" ± {error:.2f} ({values})" if error is not None else ""
     return f"{mean(cell.top1):.2f}{spread}"
 
 
 def claims_table(study: Study, record: Record) -> Table:
-    """Return what the paper expects, and whether it holds here."""
+    """Return what is expected, and whether it holds here."""
+    rows = [(claim.text, *verdict_words(judge(claim, record.cells))) for claim in study.claims]
+    return Table((study.expectation, "difference", f"{CONFIDENCE:.0%} interval", "here"), rows, "Claims")
+
+
+def verdict_words(verdict: Verdict) -> tuple[str, str, str]:
+    """Return difference, interval and verdict."""
+    word, difference, noise, reason, is_paired = verdict
+    shown = MISSING if difference is None else f"{difference:+.2f}"
+    spread = MISSING if noise is None else f"± {noise:.2f}{', paired' if is_paired else ''}"
+    return shown, spread, f"{word}; {reason}" if reason else word
+
+
+def changes_table(record: Record, former: Record) -> Table:
+    """Return the claims that both records are about, with the verdicts of both.
+
+    Args:
+        record: The new one.
+        former: That of shorter runs.
+    """
     rows = []
-    for claim in study.claims:
-        word, difference, noise, reason = judge(claim, record.cells)
-        shown = "–" if difference is None else f"{difference:+.2f}"
-        spread = "–" if noise is None else f"{noise:.2f}"
-        rows.append((claim.text, shown, spread, f"{word}; {reason}" if reason else word))
-    return Table(("the paper expects", "difference", "two standard errors", "here"), rows, "Claims")
+    for study in STUDIES.values():
+        for claim in study.claims:
+            cells = (claim.better, claim.worse)
+            if not all(cell.key in former.cells and cell.key in record.cells for cell in cells):
+                continue
+            now, before = judge(claim, record.cells), judge(claim, former.cells)
+            is_same = all(record.cells[cell.key].options == former.cells[cell.key].options for cell in cells)
+            note = "" if is_same else ", another model"
+            rows.append((claim.text, *short_words(before), *short_words(now), change_of(before, now) + note))
+    headings = ("the paper expects", "1.3 epochs", "verdict", "5 epochs", "verdict", "changed")
+    return Table(headings, rows, "What changed with the length")
 
 
-def train_command(cell: Cell, seed: int = 0) -> str:
+def former_table(former: Record) -> Table:
+    """Return the accuracies of the shorter runs."""
+    labels = {cell.key: cell.label for study in STUDIES.values() for cell in study.cells}
+    rows = [
+        (
+            labels[key],
+            str(len(found.runs)),
+            accuracy_words(found),
+            f"{found.parameters:,}" if found.parameters else MISSING,
+        )
+        for key, found in former.cells.items()
+        if key in labels
+    ]
+    return Table(("attention", "seeds", "top-1 %", "parameters"), rows, "Runs of 1.3 epochs")
+
+
+def short_words(verdict: Verdict) -> tuple[str, str]:
+    """Return the difference with its interval, and the verdict."""
+    shown, spread, word = verdict_words(verdict)
+    return (f"{shown} {spread.removesuffix(', paired')}" if spread != MISSING else shown), word
+
+
+def change_of(before: Verdict, now: Verdict) -> str:
+    """Return whether a verdict has changed."""
+    if "unknown" in (before.word, now.word):
+        return MISSING
+    return "no" if before.word == now.word else "yes"
+
+
+def train_command(cell: Cell, seed: int = 0, lr: float | None = None) -> str:
     """Return the `inlinevit train` command of one run."""
-    given = load_recipe(cell.recipe, "classification")["model"]["kwargs"]
-    words = ["inlinevit", "train", "--config", cell.recipe, "--data.path", DATA]
+    recipe = base_recipe(cell.recipe)
+    given, changed = recipe["model"]["kwargs"], flattened(cell.changes)
+    words = ["inlinevit", "train", "--config", cell.recipe]
+    if not cell.is_generated:
+        words += ["--data.path", DATA]
+    for name, value in changed.items():
+        if flattened(recipe).get(name) != value:
+            words += [f"--{name}", str(value)]
     for name, value in cell.kwargs.items():
         if given.get(name) != value:
-            words += [f"--model.kwargs.{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+            text = json.dumps(value) if isinstance(value, dict) else "null" if value is None else str(value)
+            words += [f"--model.kwargs.{name}", text]
+    base = recipe_of(cell)["optimizer"]["lr"]
+    if lr is not None and lr != base:
+        for name, value in rate_fields(cell, lr).items():
+            words += [f"--{name}", f"{value:g}"]
+    if cell.is_generated:
+        words += ["--data.eval_split", "test"]
     return shlex.join([*words, "--run.seed", str(seed), "--run.output", f"{OUTPUT}/{Run(cell, seed).name}"])
 
 
+def rate_fields(cell: Cell, lr: float) -> dict[str, float]:
+    """Return the fields of a config that belong to a learning rate, by name."""
+    recipe = recipe_of(cell)
+    scale = lr / recipe["optimizer"]["lr"]
+    schedule = {f"schedule.{name}": scale * recipe["schedule"][name] for name in ("min_lr", "warmup_lr")}
+    return {"optimizer.lr": lr, **schedule}
+
+
 def study_markdown(name: str, record: Record) -> str:
-    """Return a study in Markdown: question, command, tables, and the command of each row."""
+    """Return a study in Markdown: question, tables, claims, and its commands."""
     study = STUDIES[name]
-    commands = "\n".join(train_command(cell) for cell in study.cells)
-    parts = [
-        study.question,
-        f"```sh\ninlinevit reproduce {name} --data {DATA}\n```",
-        markdown_table(cells_table(name, record)),
-        *([markdown_table(claims_table(study, record))] if study.claims else []),
-        f"<details><summary>Commands of the rows, with seed 0</summary>\n\n```sh\n{commands}\n```\n\n</details>",
-    ]
+    commands = "\n".join(train_command(cell, lr=lr_of(cell, record)) for cell in study.cells)
+    data = GENERATED if all(cell.is_generated for cell in study.cells) else DATA
+    parts = [study.question]
+    for table in cells_tables(study, record):
+        group = (table.caption or "").removeprefix(study.title).removeprefix(": ")
+        parts += [*([f"**{group}**"] if group else []), markdown_table(table)]
+    if study.claims:
+        parts.append(markdown_table(claims_table(study, record)))
+    parts.append(
+        "<details><summary>Commands: the study, and each row with seed 0</summary>\n\n"
+        f"```sh\ninlinevit reproduce {name} --data {data}\n```\n\n```sh\n{commands}\n```\n\n</details>"
+    )
     return "\n\n".join(parts) + "\n"
+
+
+def lr_of(cell: Cell, record: Record) -> float | None:
+    """Return the learning rate of a cell's runs; None if it is not known."""
+    return record.cells.get(cell.key, CellRecord({})).lr
 
 
 def summary_markdown(record: Record) -> str:
     """Return runs, time and machine in Markdown."""
     settings, machine, versions = record.settings, record.facts["machine"], record.facts["versions"]
     finished = [run for cell in record.cells.values() for run in cell.runs.values()]
-    planned, diverged = len(plan(settings["seeds"])), sum(run.diverged_step is not None for run in finished)
+    if not finished:
+        return "No run of this length is recorded yet: a dash stands for what will be measured.\n"
+    planned, diverged = sum(settings["seeds"].values()), sum(run.diverged_step is not None for run in finished)
     return (
-        f"{len(finished)} runs of {planned} are finished, and {diverged} of them diverged. A run has "
-        f"{settings['steps']:,} steps of {settings['batch_size']} images. Together they took {record.core_hours:.1f} "
-        f"core-hours of processor time, {settings['jobs']} in parallel with {machine['threads']} thread each, on "
-        f"{machine['cores']} cores ({machine['system']}), with torch {versions['torch']}, timm {versions['timm']} and "
-        f"Python {versions['python']}.\n"
+        f"{len(finished)} runs of {planned} are finished, and {diverged} of them diverged. Together with the choice of "
+        f"learning rates, they took {record.core_hours:.1f} core-hours of processor time, {settings['jobs']} in "
+        f"parallel with {machine['threads']} thread each, on {machine['cores']} cores ({machine['system']}), with "
+        f"torch {versions['torch']}, timm {versions['timm']} and Python {versions['python']}.\n"
     )
-
-
-def rewritten(page: str, record: Record) -> str:
-    """Return a page with the tables between <!-- reproduce -->, and <!-- reproduce-NAME --> of each study."""
-    page = replace_between(page, "reproduce", summary_markdown(record))
-    for name in STUDIES:
-        page = replace_between(page, f"reproduce-{name}", study_markdown(name, record))
-    return page

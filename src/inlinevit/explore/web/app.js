@@ -353,7 +353,8 @@ function drawColumn(card, { column, attention, local, isAdded, total, center }, 
   const near = nearSum(total, size, column.query);
   const strongest = total.reduce((best, value, i) => (Math.abs(value) > Math.abs(total[best]) || Number.isNaN(total[best]) ? i : best), 0);
   const facts = [
-    ["3×3 around it", `${number(near.sum)} (uniform ${number(near.count * column.uniform).slice(1)})`],
+    ["3×3 around it", number(near.sum)],
+    ["if uniform", number(near.count * column.uniform)],
     ["strongest", `${number(total[strongest])} at ${Math.floor(strongest / size[1]) + 1}, ${(strongest % size[1]) + 1}`],
   ];
   if (column.prefix[0]?.length) {

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INLINEVIT_API_VERSION 6
+#define INLINEVIT_API_VERSION 7
 
 // Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
 #define INLINEVIT_PANEL 16
@@ -92,11 +92,24 @@ typedef struct {
                                  double* grad_bias);
   // Tokens (batch, prefix + H·W, channels of all heads) to the kernels of the local residual (batch · windows, channels
   // of the head group, 9). Of the head group: weight1 (channels, width), bias1 (channels), weight2 (channels · 9, width),
-  // bias2 and added (channels, 9); added, to all kernels, may be null.
+  // bias2 and added (channels, 9); added, to all kernels, may be null. state, for the backward pass, or null: (2,
+  // batch · windows, channels): x̄, and the hidden channels before GELU.
   void (*local_kernels_f32)(const InlinevitAttention*, const float* x, const float* weight1, const float* bias1,
-                            const float* weight2, const float* bias2, const float* added, float* out);
+                            const float* weight2, const float* bias2, const float* added, float* out, float* state);
   void (*local_kernels_f64)(const InlinevitAttention*, const double* x, const double* weight1, const double* bias1,
-                            const double* weight2, const double* bias2, const double* added, double* out);
+                            const double* weight2, const double* bias2, const double* added, double* out, double* state);
+  // grad: as the kernels. grad_mean (batch · windows, channels), of each token of a window, and grad_x, as x, of which
+  // only the channels of the head group are written, may be null; grad_x needs grad_mean.
+  void (*local_kernels_backward_f32)(const InlinevitAttention*, const float* grad, const float* state,
+                                     const float* weight1, const float* weight2, float* grad_mean, float* grad_x,
+                                     float* grad_weight1, float* grad_bias1, float* grad_weight2, float* grad_bias2);
+  void (*local_kernels_backward_f64)(const InlinevitAttention*, const double* grad, const double* state,
+                                     const double* weight1, const double* weight2, double* grad_mean, double* grad_x,
+                                     double* grad_weight1, double* grad_bias1, double* grad_weight2,
+                                     double* grad_bias2);
+  // GELU of x (count), and grad times its derivative at x.
+  void (*gelu)(int64_t count, int64_t threads, const float* x, float* out);
+  void (*gelu_backward)(int64_t count, int64_t threads, const float* grad, const float* x, float* out);
   // Tokens (batch, prefix + H·W, channels) to the same shape, or to (batch, prefix, channels) with prefix_only.
   void (*block)(const InlinevitBlock*, const float* x, float* out);
   // (rows, inputs) to (rows, outputs), float32 or int8 as it was packed; gelu: applied to the outputs.
@@ -125,9 +138,15 @@ int inlinevit_attention_backward_f32(const InlinevitAttention*, const float*, co
 int inlinevit_attention_backward_f64(const InlinevitAttention*, const double*, const double*, const double*,
                                      const double*, double*, double*, double*);
 int inlinevit_local_kernels_f32(const InlinevitAttention*, const float*, const float*, const float*, const float*,
-                                const float*, const float*, float*);
+                                const float*, const float*, float*, float*);
 int inlinevit_local_kernels_f64(const InlinevitAttention*, const double*, const double*, const double*, const double*,
-                                const double*, const double*, double*);
+                                const double*, const double*, double*, double*);
+int inlinevit_local_kernels_backward_f32(const InlinevitAttention*, const float*, const float*, const float*,
+                                         const float*, float*, float*, float*, float*, float*, float*);
+int inlinevit_local_kernels_backward_f64(const InlinevitAttention*, const double*, const double*, const double*,
+                                         const double*, double*, double*, double*, double*, double*, double*);
+int inlinevit_gelu(int64_t, int64_t, const float*, float*);
+int inlinevit_gelu_backward(int64_t, int64_t, const float*, const float*, float*);
 int inlinevit_block(const InlinevitBlock*, const float*, float*);
 int inlinevit_linear(const InlinevitLinear*, int64_t, int64_t, int64_t, const float*, float*);
 int inlinevit_summarize(const InlinevitBlock*, int64_t, const float*, const uint8_t*, double*, double*, double*,

@@ -141,14 +141,42 @@ INLINEVIT_EXPORT int inlinevit_attention_backward_f64(const InlinevitAttention* 
 
 INLINEVIT_EXPORT int inlinevit_local_kernels_f32(const InlinevitAttention* shape, const float* x, const float* weight1,
                                                  const float* bias1, const float* weight2, const float* bias2,
-                                                 const float* added, float* out) {
-  return call(functions().local_kernels_f32, shape, x, weight1, bias1, weight2, bias2, added, out);
+                                                 const float* added, float* out, float* state) {
+  return call(functions().local_kernels_f32, shape, x, weight1, bias1, weight2, bias2, added, out, state);
 }
 
 INLINEVIT_EXPORT int inlinevit_local_kernels_f64(const InlinevitAttention* shape, const double* x,
                                                  const double* weight1, const double* bias1, const double* weight2,
-                                                 const double* bias2, const double* added, double* out) {
-  return call(functions().local_kernels_f64, shape, x, weight1, bias1, weight2, bias2, added, out);
+                                                 const double* bias2, const double* added, double* out,
+                                                 double* state) {
+  return call(functions().local_kernels_f64, shape, x, weight1, bias1, weight2, bias2, added, out, state);
+}
+
+INLINEVIT_EXPORT int inlinevit_local_kernels_backward_f32(const InlinevitAttention* shape, const float* grad,
+                                                          const float* state, const float* weight1,
+                                                          const float* weight2, float* grad_mean, float* grad_x,
+                                                          float* grad_weight1, float* grad_bias1, float* grad_weight2,
+                                                          float* grad_bias2) {
+  return call(functions().local_kernels_backward_f32, shape, grad, state, weight1, weight2, grad_mean, grad_x,
+              grad_weight1, grad_bias1, grad_weight2, grad_bias2);
+}
+
+INLINEVIT_EXPORT int inlinevit_local_kernels_backward_f64(const InlinevitAttention* shape, const double* grad,
+                                                          const double* state, const double* weight1,
+                                                          const double* weight2, double* grad_mean, double* grad_x,
+                                                          double* grad_weight1, double* grad_bias1,
+                                                          double* grad_weight2, double* grad_bias2) {
+  return call(functions().local_kernels_backward_f64, shape, grad, state, weight1, weight2, grad_mean, grad_x,
+              grad_weight1, grad_bias1, grad_weight2, grad_bias2);
+}
+
+INLINEVIT_EXPORT int inlinevit_gelu(int64_t count, int64_t threads, const float* x, float* out) {
+  return call(functions().gelu, count, threads, x, out);
+}
+
+INLINEVIT_EXPORT int inlinevit_gelu_backward(int64_t count, int64_t threads, const float* grad, const float* x,
+                                             float* out) {
+  return call(functions().gelu_backward, count, threads, grad, x, out);
 }
 
 INLINEVIT_EXPORT int inlinevit_block(const InlinevitBlock* block, const float* x, float* out) {

@@ -1,17 +1,12 @@
 // The kernels of the local residual, W₂·GELU(W₁·x̄) for each window, head by head (docs of layers/inline_attention.py).
 //
-// The weights are those of the layers, (outputs, inputs), and may change between calls: nothing is packed.
+// The weights are those of the layers, (outputs, inputs), and may change between calls: nothing is packed. The backward
+// pass divides outputs over the threads, never a sum, so that results do not depend on the number of threads.
 #pragma once
 #include "attention.h"
-#include "gemm.h"
+#include "gelu.h"
 
 namespace {
-
-void gelu_row(float* values, long count) { gelu_rows(values, 1, count, count); }
-
-void gelu_row(double* values, long count) {
-  for (long i = 0; i < count; ++i) values[i] *= 0.5 + 0.5 * erf(values[i] * 0.70710678118654752440);
-}
 
 // total (columns) += the sum of rows. Few rows at a time, so that rounding errors do not grow with their number.
 template <typename T>
@@ -67,7 +62,7 @@ struct LocalBuffers {
 
 template <typename T>
 void local_kernels(const InlinevitAttention* shape, const T* x, const T* weight1, const T* bias1, const T* weight2,
-                   const T* bias2, const T* added, T* out) {
+                   const T* bias2, const T* added, T* out, T* state) {
   const Attention<T> attention(*shape);
   const Heads<T>& heads = attention.heads;
   const long units = attention.units(), parts = attention.parts, threads = attention.threads;
@@ -98,6 +93,10 @@ void local_kernels(const InlinevitAttention* shape, const T* x, const T* weight1
       multiply_transposed<T>(
           1, [=](long) { return mean + column; }, weight1, column, column + width, width,
           [=](long, long output, T value) { hidden[output] = value + bias1[output]; });
+    if (state) {
+      memcpy(state + unit * heads.channels, mean, heads.channels * sizeof(T));
+      memcpy(state + (units + unit) * heads.channels, hidden, heads.channels * sizeof(T));
+    }
     gelu_row(hidden, heads.channels);
   };
   // The outputs of each head are divided over the threads: there are few heads.
@@ -123,6 +122,141 @@ void local_kernels(const InlinevitAttention* shape, const T* x, const T* weight1
     parallel(units, threads, make_hidden);
   }
   parallel(heads.count * threads, threads, make_outputs);
+}
+
+// out (rows begin … end − 1, columns) = aᵀ·b for a (count, a_stride) and b (count, b_stride), of which whole vectors can
+// be read; sums (rows) = the sums of the columns of a.
+template <typename T>
+void multiply_outer(const T* a, long a_stride, const T* b, long b_stride, long count, long begin, long end, long columns,
+                    T* out, T* sums) {
+  auto tile = [&]<int M, int N>(long row, long column) __attribute__((always_inline)) {
+    Vec<T> products[M][N] = {};
+    T totals[M] = {};
+    for (long i = 0; i < count; ++i) {
+      const T *left = a + i * a_stride + row, *right = b + i * b_stride + column;
+      Vec<T> values[N];
+      INLINEVIT_UNROLL for (int n = 0; n < N; ++n) values[n] = load(right + n * LANES<T>);
+      INLINEVIT_UNROLL for (int m = 0; m < M; ++m) {
+        INLINEVIT_UNROLL for (int n = 0; n < N; ++n) products[m][n] += broadcast(left[m]) * values[n];
+        totals[m] += left[m];
+      }
+    }
+    INLINEVIT_UNROLL for (int m = 0; m < M; ++m) {
+      INLINEVIT_UNROLL for (int n = 0; n < N; ++n) {
+        const long at = column + n * LANES<T>;
+        store(out + (row + m) * columns + at, products[m][n], columns - at);
+      }
+      if (column == 0) sums[row + m] = totals[m];
+    }
+  };
+  for_row_blocks<4>(end - begin, [&](long row, long rows) {
+    with_rows<4>(rows, [&]<int M>() __attribute__((always_inline)) {
+      long column = 0;
+      for (; column + LANES<T> < columns; column += 2 * LANES<T>) tile.template operator()<M, 2>(begin + row, column);
+      if (column < columns) tile.template operator()<M, 1>(begin + row, column);
+    });
+  });
+}
+
+// Scratch of the backward pass. Of each unit, padded: the hidden channels, the gradient before GELU, and x̄. If the width
+// of a head is not that of whole vectors, weights with padded rows.
+template <typename T>
+struct LocalGradients {
+  T *hidden, *before, *mean, *weight1, *weight2;
+  LocalGradients(Arena& arena, const Attention<T>& attention) {
+    const Heads<T>& heads = attention.heads;
+    const long size = attention.units() * heads.count * heads.padded_width;
+    const bool pad = heads.width < heads.padded_width;
+    hidden = arena.take<T>(size);
+    before = arena.take<T>(size);
+    mean = arena.take<T>(size);
+    weight1 = arena.take<T>(pad ? heads.channels * heads.padded_width : 0);
+    weight2 = arena.take<T>(pad ? 9 * heads.channels * heads.padded_width : 0);
+  }
+};
+
+// Rows of `width` numbers to rows of `padded` numbers.
+template <typename T>
+void pad_rows(const T* from, long rows, long width, long padded, T* to) {
+  for (long i = 0; i < rows; ++i) {
+    memcpy(to + i * padded, from + i * width, width * sizeof(T));
+    memset(to + i * padded + width, 0, (padded - width) * sizeof(T));
+  }
+}
+
+// With h = GELU(u), u = W₁·x̄ + b₁ and the gradient g of the kernels:
+//   W₂: g·hᵀ      b₂: g      u: GELU'(u) · (W₂ᵀ·g)      W₁: ∂u·x̄ᵀ      b₁: ∂u      x̄: W₁ᵀ·∂u, a share for each token
+template <typename T>
+void local_kernels_backward(const InlinevitAttention* shape, const T* grad, const T* state, const T* weight1,
+                            const T* weight2, T* grad_mean, T* grad_x, T* grad_weight1, T* grad_bias1,
+                            T* grad_weight2, T* grad_bias2) {
+  const Attention<T> attention(*shape);
+  const Heads<T>& heads = attention.heads;
+  const Grid& grid = attention.grid;
+  const long units = attention.units(), threads = attention.threads, channels = heads.channels;
+  const long width = heads.width, padded = heads.padded_width, unit_size = heads.count * padded;
+  const long outputs = 9 * width, row_size = shape->num_heads * width;
+  const auto scratch = take_scratch<LocalGradients<T>>(Scratch::caller, attention);
+  const T *rows1 = weight1, *rows2 = weight2;
+  if (width < padded) {
+    pad_rows(weight1, channels, width, padded, scratch.weight1);
+    pad_rows(weight2, 9 * channels, width, padded, scratch.weight2);
+    rows1 = scratch.weight1, rows2 = scratch.weight2;
+  }
+  pad_rows(state, units * heads.count, width, padded, scratch.mean);
+
+  // finish(unit, vector of columns, rows (units, stride) · weight (depth, padded)), for some units.
+  auto multiply = [=](const T* rows, long stride, const T* weight, long depth, long first, long count, auto finish) {
+    multiply_rows<T, smaller(ROWS, 6)>(
+        count, padded / LANES<T>, [=](long i) { return rows + (first + i) * stride; }, weight, padded, LANES<T>, depth,
+        [](long, long) { return Vec<T>{}; }, [=](long i, long j, Vec<T> sums) { finish(first + i, j * LANES<T>, sums); });
+  };
+  // Units of one head: all that has to be known of them for the weights, and the gradient of x̄.
+  auto differentiate = [&](long index) {
+    const long head = index / threads, first = part_begin(units, threads, index % threads);
+    const long count = part_begin(units, threads, index % threads + 1) - first, column = head * padded;
+    if (count == 0) return;
+    multiply(grad + head * outputs, 9 * channels, rows2 + head * outputs * padded, outputs, first, count,
+             [=](long unit, long j, Vec<T> sums) { store(scratch.before + unit * unit_size + column + j, sums); });
+    for (long unit = first; unit < first + count; ++unit) {
+      const T* sums = state + (units + unit) * channels + head * width;
+      T *hidden = scratch.hidden + unit * unit_size + column, *before = scratch.before + unit * unit_size + column;
+      multiply_gelu_slope(sums, before, width, before);
+      pad_rows(sums, 1, width, padded, hidden);
+      gelu_row(hidden, width);
+    }
+    if (!grad_mean) return;
+    multiply(scratch.before + column, unit_size, rows1 + head * width * padded, width, first, count,
+             [=, &attention, &grid](long unit, long j, Vec<T> sums) {
+               const T share = T(1) / T(larger(1, grid.real_tokens(attention.window(unit))));
+               store(grad_mean + unit * channels + head * width + j, sums * broadcast(share), width - j);
+             });
+  };
+  // The gradients of some outputs of a head.
+  auto sum_weights = [&](long index) {
+    const long head = index / threads, part = index % threads;
+    multiply_outer(grad + head * outputs, 9 * channels, scratch.hidden + head * padded, unit_size, units,
+                   part_begin(outputs, threads, part), part_begin(outputs, threads, part + 1), width,
+                   grad_weight2 + head * outputs * width, grad_bias2 + head * outputs);
+    multiply_outer(scratch.before + head * padded, unit_size, scratch.mean + head * padded, unit_size, units,
+                   part_begin(width, threads, part), part_begin(width, threads, part + 1), width,
+                   grad_weight1 + head * width * width, grad_bias1 + head * width);
+  };
+  auto spread = [&](long unit) {
+    const auto buffers = take_scratch<LocalBuffers<T>>(Scratch::task);
+    T* image = grad_x + attention.image(unit) * grid.tokens() * row_size + attention.query_column;
+    for (long begin = 0; begin < grid.places(); begin += OUTPUT_TOKENS) {
+      const long end = smaller(grid.places(), begin + OUTPUT_TOKENS);
+      grid.find_tokens(attention.window(unit), begin, end, buffers.tokens);
+      for (long i = 0; i < end - begin; ++i)
+        if (buffers.tokens[i] >= 0)
+          memcpy(image + buffers.tokens[i] * row_size, grad_mean + unit * channels, channels * sizeof(T));
+    }
+  };
+
+  parallel(heads.count * threads, threads, differentiate);
+  parallel(heads.count * threads, threads, sum_weights);
+  if (grad_x) parallel(units, threads, spread);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // INLINEVIT_VECTOR_BYTES.
 #include "attention.h"
 #include "block.h"
+#include "gelu.h"
 #include "local.h"
 #include "stream.h"
 
@@ -9,9 +10,19 @@ namespace inlinevit {
 namespace INLINEVIT_VARIANT {
 
 extern const InlinevitFunctions functions = {
-    attention_forward<float>,   attention_forward<double>, attention_backward<float>,
-    attention_backward<double>, local_kernels<float>,      local_kernels<double>,
-    block_forward,              linear_forward,            summarize_tokens,
+    attention_forward<float>,
+    attention_forward<double>,
+    attention_backward<float>,
+    attention_backward<double>,
+    local_kernels<float>,
+    local_kernels<double>,
+    local_kernels_backward<float>,
+    local_kernels_backward<double>,
+    gelu_forward,
+    gelu_backward,
+    block_forward,
+    linear_forward,
+    summarize_tokens,
     apply_rows,
 };
 

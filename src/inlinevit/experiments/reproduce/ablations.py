@@ -1,0 +1,70 @@
+"""The paper's ablations on CIFAR-10, and what the paper expects of them."""
+
+from .design import Cell, Claim, Study, attention_cell
+
+MAPS = {"relu": "ReLU", "relu_affine": "ReLU(A·+b)", "leaky_relu": "LeakyReLU", "identity": "identity", "exp": "exp"}
+LINEAR = {phi: attention_cell(f"linear-{phi}", f"linear, {MAPS[phi]}", "linear", feature_map=phi) for phi in MAPS}
+PLAIN_INLINE = {
+    phi: attention_cell(
+        f"inline-{phi}-plain", f"InLine, {MAPS[phi]}, no residual", "inline", feature_map=phi, local_residual=False
+    )
+    for phi in MAPS
+}
+INLINE = {phi: attention_cell(f"inline-{phi}", f"InLine, {MAPS[phi]}", "inline", feature_map=phi) for phi in MAPS}
+SOFTMAX = attention_cell("softmax", "softmax", "softmax")
+UNIT_SOFTMAX = attention_cell("softmax-unit", "softmax, queries of unit length", "softmax", unit_queries=True)
+BASELINES = [attention_cell(word, word, word) for word in ("hydra", "efficient", "angular", "enhanced", "focused")]
+WINDOWS = (2, 4, 8, 16)
+WINDOWED = {
+    (width, residual): Cell(
+        f"window-{width}" if residual else f"window-{width}-plain",
+        f"window {width} × {width}, {'with' if residual else 'without'} residual",
+        {"attention": "inline", "attn_kwargs": {"local_residual": residual}, "window_size": width},
+        "reproduce_16x16",
+    )
+    for residual in (False, True)
+    for width in WINDOWS
+}
+ABLATED_MAPS = ("relu", "relu_affine", "leaky_relu", "identity")
+OTHERS = (SOFTMAX, LINEAR["relu"], *BASELINES)
+
+ABLATIONS = {
+    "injectivity": Study(
+        "Injectivity: division or subtraction",
+        "Linear and InLine attention differ in one thing here: weights are normalised by division, which loses the "
+        "length of a query, or by subtraction, which keeps it.",
+        (*(LINEAR[phi] for phi in ABLATED_MAPS), *(PLAIN_INLINE[phi] for phi in ABLATED_MAPS)),
+        tuple(Claim(f"InLine above linear with {MAPS[phi]}", PLAIN_INLINE[phi], LINEAR[phi]) for phi in ABLATED_MAPS),
+    ),
+    "softmax": Study(
+        "Injectivity: softmax with unit-length queries",
+        "If injectivity matters, softmax should be worse with queries that pass a map that is not injective.",
+        (SOFTMAX, UNIT_SOFTMAX),
+        (Claim("plain softmax above softmax of unit queries", SOFTMAX, UNIT_SOFTMAX),),
+    ),
+    "locality": Study(
+        "Locality: window size and the local residual",
+        "InLine attention within windows from 2 × 2 tokens to the whole feature map of 16 × 16, shifted in every "
+        "second block, with and without the local residual.",
+        tuple(WINDOWED.values()),
+        (
+            *(
+                Claim(f"with residual above without at window {width}", WINDOWED[width, True], WINDOWED[width, False])
+                for width in WINDOWS
+            ),
+            Claim("with residual, the whole map above the smallest window", WINDOWED[16, True], WINDOWED[2, True]),
+        ),
+    ),
+    "maps": Study(
+        "Feature maps of InLine attention",
+        "InLine attention with the local residual under four maps φ of queries and keys.",
+        tuple(INLINE[phi] for phi in ("identity", "relu", "leaky_relu", "exp")),
+    ),
+    "baselines": Study(
+        "InLine and earlier attentions as published",
+        "InLine with its local residual and the attentions that the paper compares it with, in the same transformer, "
+        "each with the convolutions that belong to it.",
+        (*OTHERS, INLINE["identity"]),
+        tuple(Claim(f"InLine above {cell.label}", INLINE["identity"], cell) for cell in OTHERS),
+    ),
+}

@@ -1,0 +1,55 @@
+"""How much processor time a run takes: by finished runs of its cell, or else by what its recipe took once."""
+
+import json
+from pathlib import Path
+
+from .design import Cell, Run
+from .studies import recipe_of, steps_of
+
+# Seconds of one core for a step of 64 images on an AMD EPYC, about: attentions and windows differ by a factor of two,
+# and finished runs of a cell are the better source.
+SECONDS_PER_STEP = {
+    "reproduce": 0.14,
+    "reproduce_16x16": 0.17,
+    "comparison": 0.15,
+    "recall": 0.12,
+    "connectivity": 0.17,
+}
+OTHER_SECONDS = 0.1
+# An evaluation of all test images takes about as long as so many steps.
+EVALUATION_STEPS = 60
+TIME = "time.json"
+
+
+def run_hours(run: Run, output: Path, steps: int | None = None) -> float:
+    """Return the expected core-hours of a run.
+
+    Args:
+        run: The run.
+        output: Folder of the results.
+        steps: As for run_config().
+    """
+    length = steps_of(run, steps)
+    own = measured_seconds(run.cell, output, steps)
+    if own is None:
+        recipe = recipe_of(run.cell)
+        # Larger grids of a diagnostic have proportionally more tokens.
+        tokens = recipe["model"]["img_size"] ** 2 / base_size(run.cell) ** 2
+        own = SECONDS_PER_STEP.get(run.cell.recipe, OTHER_SECONDS) * recipe["data"]["batch_size"] / 64 * tokens
+    return own * (length + EVALUATION_STEPS) / 3600
+
+
+def base_size(cell: Cell) -> int:
+    """Return the side of the images of a cell's recipe."""
+    return recipe_of(Cell("", "", {}, cell.recipe))["model"]["img_size"]
+
+
+def measured_seconds(cell: Cell, output: Path, steps: int | None = None) -> float | None:
+    """Return the mean processor time of a step in the finished runs of a cell; None if there are none."""
+    length = steps_of(Run(cell, 0), steps)
+    found = []
+    for results in output.glob(f"{cell.key}-seed*/results.json"):
+        times = results.parent / TIME
+        if results.parent.name.removeprefix(f"{cell.key}-seed").isdecimal() and times.exists():
+            found.append(json.loads(times.read_text())["cpu_seconds"] / (length + EVALUATION_STEPS))
+    return sum(found) / len(found) if found else None
