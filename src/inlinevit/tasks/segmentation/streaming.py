@@ -12,6 +12,7 @@ from ...engine.results import shorten_list
 from ...engine.stream_options import LabelStreamOptions
 from ...models.hub import fetch_source
 from ...streaming.decoders import SegmentationNetwork
+from ...streaming.segmenter import check_segmenter
 from ...utils.validation import require
 from ..backbone import STRIDES
 from ..streaming import check_map_files, check_predict_options, open_source, run_stream, token_mask
@@ -59,6 +60,7 @@ def stream_labels_command(
         isinstance(predictor.model, SegmentationNetwork),
         f"{model} cannot be streamed: name the run of a segmentation model",
     )
+    check_segmenter(predictor.model)
     labels = predictor.labels
     with open_source(images[0], predictor, options.data, streamed) as source:
         mask = token_mask(source, STRIDES[0], options.data, streamed)
