@@ -28,10 +28,10 @@ def pixels(bands: int = 3) -> Any:
     return generator.integers(0, 256, (HEIGHT, WIDTH, bands)).astype(np.uint8)
 
 
-@pytest.fixture
-def segmenter_run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def segmenter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose own settings resize images, and whose logits differ from pixel to pixel."""
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("segmenter") / "run"
     name, kwargs = BACKBONES["pvt"]
     make_run(folder, inference=InferenceConfig(min_size=48, flip=True), backbone=name, kwargs=kwargs)
     weights = make_segmenter(channels=64).state_dict()
@@ -78,7 +78,7 @@ def test_the_label_map_is_that_of_the_plain_forward_pass(
     line = capsys.readouterr().out
     assert line.startswith(f"{output}: labels of {WIDTH} × {HEIGHT} pixels: ")
     assert "%" in line
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["in", "map.tif", "probabilities.tif", "run", "spill"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in", "map.tif", "probabilities.tif", "spill"]
     assert list(spill.iterdir()) == []
 
 
@@ -150,7 +150,7 @@ def test_what_is_refused(
     given = [output if argument == "OUTPUT" else argument for argument in arguments]
     _, line = refused("segment", "predict", segmenter_run, image, "--stream", "--output", output, *given)
     assert message in line
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["in", "run"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in"]
 
 
 def test_other_commands_are_refused(
@@ -180,4 +180,4 @@ def test_nan_is_reported_and_nothing_is_written(
     monkeypatch.setattr("inlinevit.tasks.segmentation.task.load_segmenter", load_broken)
     line = refused("segment", "predict", segmenter_run, image, "--stream", "--output", tmp_path / "map.tif")[1]
     assert "gives NaN or infinite values" in line
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["in", "run"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in"]

@@ -64,9 +64,7 @@ class SegmentationStreamer(Streamer):
 
     def check_model(self, model: nn.Module) -> InLineViT:
         """See Streamer.check_model."""
-        network = check_backbone(model, self.parts.body)
-        # Raises an error for parts that cannot be streamed.
-        self.steps = decoder_steps(self.parts)
+        network, self.steps = check_segmenter(model)
         return network
 
     def prepare_source(self, source: ImageSource) -> ImageSource:
@@ -243,6 +241,12 @@ class SegmentationStreamer(Streamer):
         for tokens in self.maps.values():
             tokens.close()
         self.maps = {}
+
+
+def check_segmenter(model: nn.Module) -> tuple[InLineViT, list[Step]]:
+    """Return the network of the backbone and the steps of the decoder, or raise ValueError for what is not streamed."""
+    parts = cast(SegmentationNetwork, model).streamed_parts()
+    return check_backbone(model, parts.body), decoder_steps(parts)
 
 
 def step_bytes(graph: RowMap, extra: int, rows: int) -> int:

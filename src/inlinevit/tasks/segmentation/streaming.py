@@ -12,7 +12,7 @@ from ...engine.results import shorten_list
 from ...engine.stream_options import LabelStreamOptions
 from ...models.hub import fetch_source
 from ...streaming.decoders import SegmentationNetwork
-from ...streaming.model_checks import check_backbone
+from ...streaming.segmenter import check_segmenter
 from ...utils.validation import require
 from ..backbone import STRIDES
 from ..streaming import check_map_files, check_predict_options, open_source, run_stream, token_mask
@@ -56,13 +56,11 @@ def stream_labels_command(
     probabilities = None if streamed.probabilities is None else check_output_file(streamed.probabilities, inputs)
     check_map_files(output, probabilities)
     predictor: SegmentationPredictor = task.load_predictor(fetch_source(model), options)
-    network: Any = predictor.model
     require(
-        isinstance(network, SegmentationNetwork),
+        isinstance(predictor.model, SegmentationNetwork),
         f"{model} cannot be streamed: name the run of a segmentation model",
     )
-    # Before it is optimized, which is for models of inlinevit as well.
-    check_backbone(network, network.streamed_parts().body)
+    check_segmenter(predictor.model)
     labels = predictor.labels
     with open_source(images[0], predictor, options.data, streamed) as source:
         mask = token_mask(source, STRIDES[0], options.data, streamed)
@@ -75,7 +73,7 @@ def stream_labels_command(
             mask=None if mask is None else mask.numpy(),
             mask_stride=STRIDES[0],
         )
-        run_stream(network, source, mask, {"logits": sink}, streamed)
+        run_stream(predictor.model, source, mask, {"logits": sink}, streamed)
     width, height = sink.size
     total = max(1, int(sink.counts.sum()))
     shares = [(one.name, count / total) for one, count in zip(labels.classes, sink.counts, strict=True)]
