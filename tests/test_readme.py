@@ -12,6 +12,7 @@ from PIL import Image
 
 from inlinevit import cli
 from inlinevit.cli.commands import Command, resolve
+from inlinevit.models.catalog import CATALOG
 from tests import ROOT, slow_except
 from tests.engine.exported_files import write_model
 
@@ -186,6 +187,10 @@ def test_every_command_line_of_the_documents_is_understood(words, tmp_path, monk
     found.target.make_parser().parse_args(
         [argument.replace("$seed", "0").replace("$attention", "inline") for argument in arguments]
     )
+
+
+def test_the_readme_counts_the_models():
+    assert f"[{len(CATALOG)} models]" in README
 
 
 def test_the_readme_is_short():
