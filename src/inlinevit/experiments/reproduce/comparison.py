@@ -74,7 +74,7 @@ def claims_about(cells: dict[str, Cell], better: str, others: tuple[str, ...]) -
 
 COMPARED = {word: core_cells(f"c16-{word}", "comparison", word, SET_LABELS[word]) for word in SETS}
 # With these InLine is compared with several seeds: its two relatives, and the most recent kinds of other constructions.
-RIVALS = ("softmax", "linear", "mala", "agent")
+OTHERS = ("softmax", "linear", "mala", "agent")
 
 
 def recall_cells(pairs: int, word: str, *, grid: int = 8, heads: int = 2, cores: tuple[str, ...]) -> dict[str, Cell]:
@@ -137,7 +137,7 @@ COMPARISONS = {
         "All attentions in one transformer of 16 × 16 tokens: the cores alone, and the cores with one common set of "
         "surroundings, LePE 3 × 3 and an output gate.",
         all_of(list(COMPARED.values())),
-        tuple(claim for cells in COMPARED.values() for claim in claims_about(cells, "inline", RIVALS)),
+        tuple(claim for cells in COMPARED.values() for claim in claims_about(cells, "inline", OTHERS)),
         expectation="as the paper has it",
     ),
     "recall": Study(
