@@ -2,8 +2,8 @@
 
 python tools/training_step.py cifar10 --attentions inline softmax --modes eager compiled --output runs/bench
 
-The images are random: no data are read. Compiled models come from no cache (TORCHINDUCTOR_FORCE_DISABLE_CACHES), so that
-the time of their first step does not depend on earlier runs.
+The images are random: no data are read. Compiled models come from no cache (TORCHINDUCTOR_FORCE_DISABLE_CACHES), so
+that the time of their first step does not depend on earlier runs.
 """
 
 import argparse
