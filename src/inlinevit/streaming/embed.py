@@ -49,8 +49,10 @@ class EmbedGeometry:
             last: The row of the output after the last one.
         """
         if self.padding == 0 and self.kernel == self.stride:
-            # The module pads the last rows and columns itself.
-            return self.module(rows.unsqueeze(0)).squeeze(0)
+            # A row of patches at a time: what is made of it stays in the cache. The module pads the last rows and
+            # columns itself.
+            parts = [self.module(part.unsqueeze(0)).squeeze(0) for part in rows.split(self.stride, dim=1)]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
         above = top - (first * self.stride - self.padding)
         below = (last - 1) * self.stride - self.padding + self.kernel - (top + rows.shape[1])
         left, right = self.padding, self.padding + self.padded[1] - self.size[1]
