@@ -415,8 +415,9 @@ def bilinear(source: RowMap, size: tuple[int, int], *, align_corners: bool) -> R
 
 
 def to_image(rows: Tensor) -> Tensor:
-    """View rows (rows, width, channels) as an image (1, channels, rows, width)."""
-    return rows.permute(2, 0, 1).unsqueeze(0)
+    """View rows (rows, width, channels) as an image (1, channels, rows, width), channels last."""
+    # The batch first: its stride has to be the largest, or layers would not know that channels are last, and copy.
+    return rows.unsqueeze(0).permute(0, 3, 1, 2)
 
 
 def to_rows(image: Tensor) -> Tensor:
