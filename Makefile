@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-kernels-sanitized faults fuzz lint format bench bench-record results timm-suite docs docs-serve \
+.PHONY: help install demo test test-integration test-slow test-kernels-sanitized faults fuzz lint format bench bench-record results timm-suite docs docs-serve \
 	dist-test test-lowest clean
 
 help:  ## list the targets
@@ -25,6 +25,9 @@ demo: install  ## train softmax, linear and InLine attention side by side, minut
 # One torch thread a worker: the workers are the parallelism.
 test: install  ## run the fast tests (ARGS="-k swin" goes to pytest)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-integration: install  ## run the tests that start processes or a browser, train, compile or export
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "integration and not slow" $(ARGS)
 
 test-slow: install  ## run the slow tests
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)

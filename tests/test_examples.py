@@ -14,6 +14,8 @@ from inlinevit import cli
 from inlinevit.utils.modules import import_modules
 from tests import ROOT
 
+pytestmark = pytest.mark.integration
+
 EXAMPLE = ROOT / "examples" / "inlinevit-cosine-attention"
 MODULE = "inlinevit_cosine_attention"
 TRAIN = (

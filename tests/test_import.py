@@ -11,6 +11,8 @@ import torch
 import inlinevit  # noqa: F401
 from tests import slow_except
 
+pytestmark = pytest.mark.integration
+
 # Ends a process without the second or two that it takes to tear down the modules of torch.
 LEAVE = "import os, sys; sys.stdout.flush(); os._exit(0)"
 

@@ -133,6 +133,7 @@ def test_the_wheel_holds_all_package_data(installed: Path) -> None:
         assert (package / name).is_file()
 
 
+@pytest.mark.integration
 def test_commands_run_from_an_empty_folder_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     """As after `pip install`: nothing of the repository is on the path."""
     script = (

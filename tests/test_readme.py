@@ -153,6 +153,7 @@ def test_the_commands_to_analyze_run(workplace, monkeypatch):
     assert (workplace / "runs/analysis/analysis.html").is_file()
 
 
+@pytest.mark.integration
 def test_the_commands_to_train_evaluate_and_predict_run(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     run_commands({"train", "eval", "predict", "models", "multilabel", "detect", "segment"})

@@ -189,6 +189,7 @@ TRAIN = [
     ("--augment.auto_augment original-zzz", "original has no part 'zzz'"),
     ("--augment.auto_augment random", "timm has no augmentation called 'random'"),
     ("--schedule.decay_rate .inf", "schedule.decay_rate is inf: it should be finite"),
+    ("--schedule.epochs 1 --schedule.steps 2", "schedule.epochs is 1 and schedule.steps is 2, but only one"),
     ("--optimizer.clip_grad .inf", "optimizer.clip_grad is inf: it should be finite"),
     ("--run.output ''", "run.output is empty: give it a value, or leave it out"),
     ("--run.checkpoint_minutes .inf", "run.checkpoint_minutes is inf: it should be finite"),
@@ -207,6 +208,7 @@ def test_training(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "policy",
     [

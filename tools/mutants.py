@@ -63,7 +63,7 @@ def is_killed(mutant: Mutant, jobs: int) -> bool:
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         mutant.apply(source)
         tests = [str(ROOT / "tests" / name) for name in mutant.tests]
-        options = ["-x", "-q", "-n", str(jobs), "-p", "no:cacheprovider"]
+        options = ["-x", "-q", "-n", str(jobs), "-p", "no:cacheprovider", "-m", "not slow"]
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", *options, *tests]
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -29,6 +29,8 @@ from inlinevit.tasks.classification.sources import ArraySource, embedded_fashion
 from inlinevit.tasks.classification.task import Classification
 from inlinevit.tasks.classification.transforms import InputSpec
 
+pytestmark = pytest.mark.integration
+
 TINY = "inline_deit_tiny:depth=2,embed_dim=16,num_heads=2,patch_size=8"
 QUIET = Console(quiet=True)
 SETTINGS = AnalysisSettings(images=4, confusion_images=2, batch_size=3)

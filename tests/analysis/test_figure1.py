@@ -50,6 +50,7 @@ def test_figure_shows_every_number_and_which_rows_are_the_same():
     }
 
 
+@pytest.mark.integration
 def test_command_writes_figure_and_numbers_and_prints_them(tmp_path, capsys):
     figure1(str(tmp_path / "new"))
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"figure1.png", "figure1.svg", "figure1.json"}

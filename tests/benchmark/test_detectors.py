@@ -86,6 +86,7 @@ def test_operations_are_those_of_the_whole_detector():
     assert count_flops(module.train(), image) == 2e9 * detector_cost(detector, (64, 96), boxes=32, masks=OBJECTS)[1]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("backward", [False, True])
 def test_detectors_are_measured_side_by_side(backward):
     comparisons = detector_comparisons([INLINE, SOFTMAX], ["mask_rcnn"], 64, 96)

@@ -208,6 +208,7 @@ def test_optimized_models_are_measured():
     assert names == [("inline_deit_tiny", "eager"), ("inline_deit_tiny", "optimized"), ("resnet18", "eager")]
 
 
+@pytest.mark.integration
 def test_compiled_modules_agree_and_have_a_memory():
     results = measure("test", [Comparison("t", 3, [linear_candidate("a", width=64)])], ["eager", "compiled"], QUICK)
     assert [one.mode for one in results.measurements] == ["eager", "compiled"]

@@ -74,6 +74,7 @@ def test_every_mode_is_drawn():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(MODES)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("what", slow_except(BENCHES, "layer", "resolution", "detection"))
 def test_all_can_be_written_and_read(what, tmp_path):
     results = made_up(what)

@@ -34,6 +34,7 @@ def test_a_model_that_does_nothing_still_trains():
     assert model.logits.grad.tolist() == [5, 5, 5]
 
 
+@pytest.mark.integration
 def test_the_command_measures_a_recipe(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = "--data.batch_size 4 --data.workers 0 --model.in_chans 1 --model.img_size 28 --model.kwargs.depth 1"

@@ -47,6 +47,7 @@ def test_the_demo_writes_nothing_for_a_device_that_is_not_there(tmp_path, capsys
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.integration
 def test_training_uses_the_device_and_may_resume_on_another_one(tmp_path, monkeypatch):
     from inlinevit.engine.trainer import Trainer
 

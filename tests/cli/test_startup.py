@@ -60,6 +60,7 @@ def test_no_slow_package_is_imported(words):
     run(words)
 
 
+@pytest.mark.integration
 def test_no_help_imports_a_slow_package():
     """All of them in one process."""
     script = (

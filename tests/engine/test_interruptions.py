@@ -18,6 +18,8 @@ from inlinevit.engine.trainer import Stopped
 from tests.engine.running import Server, assert_same_run, final_tensors, metric_lines
 from tests.engine.toy import make_trainer, settings
 
+pytestmark = pytest.mark.integration
+
 CODE_OF_SIGKILL = -signal.SIGKILL
 
 

@@ -79,6 +79,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "photo"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_second_run_is_refused(server: Server, reference: Path, tmp_path: Path, resume: str) -> None:
     output = tmp_path / "run"
@@ -93,6 +94,7 @@ def test_a_second_run_is_refused(server: Server, reference: Path, tmp_path: Path
     assert not (output / RUN_LOCK).exists()
 
 
+@pytest.mark.integration
 def test_two_runs_at_once(server: Server, reference: Path, tmp_path: Path) -> None:
     """They find nothing in the folder, and only one of them trains."""
     output = tmp_path / "run"
@@ -105,6 +107,7 @@ def test_two_runs_at_once(server: Server, reference: Path, tmp_path: Path) -> No
     assert_same_run(output, reference)
 
 
+@pytest.mark.integration
 def test_a_killed_run_is_resumed_and_its_lock_reported(server: Server, reference: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     # Data workers outlive a killed run for a while: they do not hold its lock.

@@ -29,6 +29,8 @@ from inlinevit.tasks.classification.task import Classification
 from tests.engine.running import Server
 from tests.tasks.runs import make_image_run
 
+pytestmark = pytest.mark.integration
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -21,6 +21,8 @@ from inlinevit.engine.state import check_weights, shard_layout
 from tests.engine.running import ENVIRONMENT, TOY, Server, assert_same_run, final_tensors, metric_lines
 from tests.engine.toy import free_port, make_model, settings
 
+pytestmark = pytest.mark.integration
+
 # Nothing that depends on how samples are split over processes: no dropout, no statistics of a batch.
 EVEN = {"toy__dropout": 0.0, "toy__batch_norm": False, "schedule__epochs": 2}
 PAIR: dict[str, Any] = {"toy__batch_size": 2, "schedule__epochs": 2}

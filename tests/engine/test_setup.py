@@ -186,6 +186,7 @@ def test_no_average_unless_wanted() -> None:
     assert make_ema(nn.Linear(2, 2), RunConfig(), 512) is None
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "block"),
     [

@@ -14,6 +14,7 @@ from tests.engine.toy import MODELS, Mlp, settings
 SWIN = "inline_swin_tiny"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "model", [SWIN, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != SWIN)]
 )

@@ -215,7 +215,8 @@ def test_checkpoints_by_time(tmp_path: Path) -> None:
 
 
 def test_training_by_steps(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"schedule__steps": 15, "schedule__warmup": 2, "run__eval_every": 4}
+    schedule = {"schedule__epochs": None, "schedule__steps": 15, "schedule__warmup": 2}
+    changes: dict[str, Any] = {**schedule, "run__eval_every": 4}
     make_trainer(settings(tmp_path / "run", **changes, run__checkpoint_steps=None, run__keep_checkpoints=9)).run()
     lines = metric_lines(tmp_path / "run")
     assert [line["step"] for line in lines if "eval_error" in line] == [4, 8, 12, 15]
@@ -248,6 +249,7 @@ def test_disk_full_while_a_checkpoint_is_written(reference: Path, tmp_path: Path
     assert_same_run(output, reference)
 
 
+@pytest.mark.integration
 def test_system_refuses_to_write_more(server: Server, reference: Path, tmp_path: Path) -> None:
     """Not our own doing, as above: the system lets files grow to 2500 bytes, which is too little for the optimizer."""
     output = tmp_path / "run"

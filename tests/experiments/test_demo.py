@@ -32,6 +32,8 @@ from inlinevit.experiments.demo.sections import TrainedModel, verdict
 from inlinevit.report import STYLES, Report, blocks, style
 from inlinevit.tasks.classification.metrics import ClassificationEvaluation
 
+pytestmark = pytest.mark.integration
+
 STEPS = 4
 TEST_IMAGES = 30
 

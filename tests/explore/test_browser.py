@@ -25,6 +25,7 @@ from tests.explore.test_server import huge_png, png_bytes
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
+    pytest.mark.integration,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium"),
     # One browser for all tests of the file, in one worker.
     pytest.mark.xdist_group("browser"),

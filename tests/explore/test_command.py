@@ -19,6 +19,8 @@ from inlinevit.explore.site import check_site, chosen_queries, write_site
 from inlinevit.explore.subjects import DEFAULT_MODELS, open_subjects
 from tests.explore.conftest import SMALL, small_subjects
 
+pytestmark = pytest.mark.integration
+
 MODEL = f"inline_deit_tiny:{SMALL}"
 
 

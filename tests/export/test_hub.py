@@ -113,6 +113,7 @@ def test_a_folder_predicts_as_its_run(prefix: str, home: Path) -> None:
     assert inlinevit.load(f"{prefix}{home / 'shared'}")(home / "photo.png").result == expected.result
 
 
+@pytest.mark.integration
 def test_commands_take_a_folder(home: Path, tmp_path: Path) -> None:
     name, photo = f"local-dir:{home / 'shared'}", str(home / "photo.png")
     for model, output in ((str(home / "run"), "run"), (name, "shared")):

@@ -81,6 +81,7 @@ def check_program(name: str, options: dict[str, Any]) -> None:
     assert not [node for node in program.graph.nodes if node.op == "get_attr"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NARROW)
 def test_programs_of_each_family_take_any_batch_height_and_width(name: str) -> None:
     check_program(name, NARROW[name])

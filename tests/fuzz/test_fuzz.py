@@ -44,6 +44,7 @@ def test_good_inputs_are_accepted(name: str, tmp_path: Path) -> None:
         assert outcome.kind == ACCEPTED, outcome.detail
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", TARGETS)
 def test_broken_inputs_are_accepted_or_refused(name: str, tmp_path: Path, watch: Watch) -> None:
     target = TARGETS[name](tmp_path)
@@ -175,6 +176,7 @@ def worker(code: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.integration
 def test_workers_that_die_or_hang_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     first = """import json, os, time; print(json.dumps([0, "refused", ""]), flush=True); """
     found = list(fuzz.outcomes(worker(first + "os.abort()")))

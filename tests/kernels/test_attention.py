@@ -107,6 +107,7 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["deit", "padded shifted windows", "vertical stripes"])
 def test_operator_contract(name: str) -> None:
     """Schema, fake implementation and autograd agree with each other."""

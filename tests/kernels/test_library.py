@@ -68,6 +68,7 @@ def test_unavailable(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str],
         kernels.inline_attention(torch.zeros(1, 1, 3), (1, 1, 1, 1, 0, 0, 0, 1), 1)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("variant", _library.status().supported)
 def test_every_variant_gives_the_same_result(variant: str, qkv: Tensor, tmp_path: Path) -> None:
     layer = nn.Linear(100, 70)

@@ -81,6 +81,7 @@ def test_fx_traces(attention):
         torch.testing.assert_close(traced(images)["head"], model(images))
 
 
+@pytest.mark.integration
 @every_attention
 def test_compiles_as_one_graph(attention):
     model, images = shallow(attention, depth=1).eval(), torch.randn(2, 3, 96, 64)

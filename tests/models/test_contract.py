@@ -42,6 +42,7 @@ def one_block_per_stage(name: str):
     return create_model(name, num_classes=7, **options).eval()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", slow_except(FAMILIES, "inline_swin_tiny"))
 def test_compiles_as_one_graph(name):
     model, images = one_block_per_stage(name), torch.randn(2, 3, 96, 64)
@@ -63,6 +64,7 @@ def test_inductor_trains_as_eager_does(name):
         torch.testing.assert_close(parameter.grad, eager[key], rtol=1e-3, atol=1e-4, msg=key)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", slow_except(FAMILIES, "inline_pvt_tiny"))
 def test_exports_with_a_dynamic_batch(name):
     model = one_block_per_stage(name)

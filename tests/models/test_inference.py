@@ -276,6 +276,7 @@ def quick_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("few_pixels", [0, 2**19], ids=["in chunks", "as a whole"])
 def test_compiled_models_follow_their_weights(few_pixels, quick_compiler, monkeypatch):
     monkeypatch.setattr("inlinevit.models.inference.FEW_PIXELS", few_pixels)
@@ -311,6 +312,7 @@ def test_sizes_do_not_compile_again_and_again(quick_compiler):
     assert not counters["graph_break"]
 
 
+@pytest.mark.integration
 def test_an_optimized_model_can_be_exported_compiled_and_optimized_again(quick_compiler, monkeypatch):
     monkeypatch.setitem(SHALLOW, "inline_deit_tiny", {"depth": 1})
     model = shallow("inline_deit_tiny")

@@ -4,7 +4,6 @@ import copy
 import io
 import os
 import pickle
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from inlinevit.layers import Block
 from inlinevit.layers._inference_block import InferenceBlock
 from inlinevit.layers._native_linear import Int8Linear, PatchConv2d
 from inlinevit.models import InLineCSWin, InLineDeiT, InLinePVT, InLineSwin
-from tests import pairs_of
+from tests import pairs_of, slow_except
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"native kernels: {kernels.status().reason}")
 
@@ -500,11 +499,9 @@ FAMILIES = ("inline_deit", "inline_pvt", "inline_swin", "inline_cswin", "baselin
 
 
 def registered() -> list[Any]:
-    """All models; only the smallest InLine model of each family is quick."""
+    """All models; only two small InLine models are quick."""
     names = [name for family in FAMILIES for name in timm.list_models(module=family)]
-    return [
-        pytest.param(name, marks=() if re.fullmatch("inline_.*_tiny", name) else pytest.mark.slow) for name in names
-    ]
+    return slow_except(names, "inline_deit_tiny", "inline_pvt_tiny")
 
 
 @pytest.mark.parametrize("name", registered())
@@ -579,6 +576,7 @@ def test_other_types_are_refused(dtype: Any) -> None:
 # Graphs
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("compile", "options"), [(False, {}), (True, {"dtype": "int8"})], ids=str)
 def test_compiled_and_exported(compile: bool, options: dict[str, Any]) -> None:
     """A graph has the operations of the plain model: packed weights could not follow the weights."""
@@ -619,6 +617,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.integration
 def test_without_kernels() -> None:
     environment = {**os.environ, "INLINEVIT_KERNELS": "off"}
     command = [sys.executable, "-c", WITHOUT_KERNELS]

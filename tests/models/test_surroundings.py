@@ -332,6 +332,7 @@ def test_fx_checkpointing_and_autocast(kind):
 EXPORTED = ["deit", "mala deit", "rala deit", "polaformer deit", "swin"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", slow_except(EXPORTED, "mala deit"))
 def test_exported_programs_take_any_size(kind):
     model = make(kind, ALL, **({} if kind == "swin" else {"depth": 1}))

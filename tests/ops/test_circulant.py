@@ -157,6 +157,7 @@ def test_dtype_is_kept(dtype):
     assert ops.circulant_weights(q, q, feat_size=(3, 4)).dtype == dtype
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_in_one_graph(masked):
     torch.compiler.reset()

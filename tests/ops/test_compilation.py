@@ -46,6 +46,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.integration
 @cases
 def test_compile_in_one_graph(make_problem, fast_ops, kind, phi, mask):
     problem = make_problem(kind, phi, queries=4, tokens=5, mask=mask)

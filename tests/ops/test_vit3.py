@@ -148,6 +148,7 @@ def test_many_tokens_in_half_precision(dtype):
     assert (out.double() - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.integration
 def test_compiles_in_one_graph():
     torch.compiler.reset()
     leaves = [x.requires_grad_() for x in (*(draw(2, 2, 6, 3) for _ in range(3)), draw(2, 3, 3), draw(2, 3, 3))]

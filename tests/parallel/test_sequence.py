@@ -14,6 +14,8 @@ from tests.engine.running import Server
 from tests.engine.toy import settings
 from tests.parallel.checks import CASES, FAST
 
+pytestmark = pytest.mark.integration
+
 
 class Group:
     """As a SequenceGroup, without processes."""

@@ -41,6 +41,7 @@ for budget, spill in ((170_000_000, None), (80_000_000, sys.argv[1])):
 """
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is measured on Linux")
 def test_the_peak_of_memory_stays_within_the_budget(tmp_path):
     command = [sys.executable, "-c", CHILD, str(tmp_path)]

@@ -55,6 +55,7 @@ def refused(arguments: list[str]) -> None:
         main(arguments)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("bands", "kind", "most", "expected"),
     [(1, np.uint16, 4095, 12), (4, np.uint16, 16383, 14), (6, np.uint8, 255, "auto")],

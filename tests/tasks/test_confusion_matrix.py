@@ -13,6 +13,7 @@ from inlinevit.tasks.confusion_matrix import (
     draw_confusion_matrix,
     most_confused,
 )
+from tests import slow_except
 
 
 def test_most_confused() -> None:
@@ -22,7 +23,7 @@ def test_most_confused() -> None:
     assert most_confused(torch.eye(3), 9) == []
 
 
-@pytest.mark.parametrize("classes", [2, 50, 1000])
+@pytest.mark.parametrize("classes", slow_except([2, 50, 1000], 50))
 def test_pictures_are_large_enough_and_show_the_matrix(classes: int, tmp_path: Path) -> None:
     confusion = torch.eye(classes, dtype=torch.long) * 20
     confusion[0] = 0
@@ -59,6 +60,7 @@ def test_latex_is_not_started_for_names_of_classes(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "confusion.png").stat().st_size > 1000
 
 
+@pytest.mark.integration
 def test_the_page_has_the_most_confused_of_many_classes() -> None:
     confusion = torch.eye(3000, dtype=torch.long) * 4
     confusion[7, 2000], confusion[2000, 7], confusion[5, 6] = 3, 2, 1

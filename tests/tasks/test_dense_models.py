@@ -206,6 +206,7 @@ class TestWeights:
 class TestCatalog:
     """The stored costs of models on all backbones."""
 
+    @pytest.mark.integration
     @pytest.mark.parametrize("name", ["inline_pvt_tiny", "swin_tiny_patch4_window7_224"])
     def test_the_catalog_is_measured(self, catalog: dict, measure: Callable, prefix: str, name: str) -> None:
         assert measure(name) == catalog[name]

@@ -141,6 +141,7 @@ def test_names_that_are_not_valid_text(tmp_path: Path) -> None:
     assert "caf\\xe9" in page
 
 
+@pytest.mark.integration
 def test_shards_are_recorded_in_their_order(tmp_path: Path) -> None:
     """Streams cannot be read again: pictures are made while they are evaluated."""
     MAKE["classification"](tmp_path)

@@ -224,6 +224,7 @@ def test_what_a_predictor_has(task: str, run: Path) -> None:
         predictor.to("nowhere")
 
 
+@pytest.mark.integration
 @every_task
 def test_checkpoints(task: str, tmp_path: Path) -> None:
     weights = MAKE[task](tmp_path)
@@ -320,6 +321,7 @@ def test_arguments_that_do_not_fit_the_run(task: str, run: Path) -> None:
             inlinevit.load(run, img_size=48)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("task", "package", "extra"),
     [

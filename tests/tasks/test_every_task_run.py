@@ -98,6 +98,7 @@ def test_what_is_wrong_with_a_run_is_reported(task: str, run: Path) -> None:
         load(task, run)
 
 
+@pytest.mark.integration
 @every_task
 def test_half_precision(task: str, run: Path, tmp_path: Path) -> None:
     entry = TASKS[task]

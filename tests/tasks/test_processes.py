@@ -14,6 +14,8 @@ from inlinevit.tasks import TASKS
 from tests.engine.running import Server
 from tests.tasks.runs import MAKE
 
+pytestmark = pytest.mark.integration
+
 # The number of images of each task: two processes have shares of different sizes.
 IMAGES = {"classification": 6, "multilabel": 5, "detection": 5, "segmentation": 5}
 # When a page was made.

@@ -14,6 +14,8 @@ from PIL import Image
 from inlinevit.cli import main
 from tests import ROOT
 
+pytestmark = pytest.mark.integration
+
 PAGE = (ROOT / "docs" / "finetuning.md").read_text()
 # The same commands in seconds.
 SMALLER = "--model.kwargs.depths [1,1,1,1] --model.img_size 32 --schedule.epochs 2 --data.batch_size 4 --data.workers 0"

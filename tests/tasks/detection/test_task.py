@@ -15,6 +15,8 @@ from tests.tasks.detection.conftest import DrawCoco
 from tests.tasks.training import assert_resumed_run_is_the_same, small_pvt
 from tests.tasks.training import train as train_task
 
+pytestmark = pytest.mark.integration
+
 parse_config = partial(parse_task_config, task="detection")
 
 SMALL: dict[str, Any] = {

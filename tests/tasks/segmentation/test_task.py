@@ -58,6 +58,7 @@ def test_a_batch_without_labels_teaches_nothing() -> None:
 train = partial(train_task, "segment", SMALL)
 
 
+@pytest.mark.integration
 def test_shapes_are_learned(ade_folder: DrawAde, tmp_path: Path) -> None:
     options = ["--schedule.steps", "80", "--schedule.warmup", "5", "--run.eval_every", "80"]
     results = train(ade_folder(), tmp_path / "run", *options)
@@ -66,6 +67,7 @@ def test_shapes_are_learned(ade_folder: DrawAde, tmp_path: Path) -> None:
     assert results["metrics"]["pixel_accuracy"] > 0.9
 
 
+@pytest.mark.integration
 def test_an_upernet_with_all_options_learns(ade_folder: DrawAde, tmp_path: Path) -> None:
     options = {
         "--model.arch": "upernet",
