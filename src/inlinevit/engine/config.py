@@ -68,14 +68,18 @@ class OptimizerConfig:
         )
 
 
+# Length of a schedule that gives none.
+DEFAULT_EPOCHS = 300
+
+
 @dataclass
 class ScheduleConfig:
     """Length of the training and schedule of the learning rate, in epochs, or in steps if `steps` is given."""
 
     name: str = "cosine"
     """Any of timm's schedules that are functions of the step: cosine, tanh, poly, step, multistep."""
-    epochs: int = 300
-    """Length of the schedule, without cool-down."""
+    epochs: int | None = None
+    """Length of the schedule, without cool-down; 300 if neither epochs nor steps are given."""
     steps: int | None = None
     """Train for this many steps instead of epochs; every other length here, and run.eval_every, then counts steps."""
     warmup: float = 20
@@ -104,11 +108,20 @@ class ScheduleConfig:
             milestones=COUNT,
             decay_rate=Range(0, 100, above_least=True),
         )
-        length = self.epochs if self.steps is None else self.steps
         require(
-            self.warmup <= length,
-            f"schedule.warmup is {self.warmup:g}: it should be from 0 to {length}, the length of the schedule",
+            self.steps is None or self.epochs is None,
+            f"schedule.epochs is {self.epochs} and schedule.steps is {self.steps}, but only one of them can be "
+            "the length: set the other to null, and give warmup in the unit of the length",
         )
+        require(
+            self.warmup <= self.length,
+            f"schedule.warmup is {self.warmup:g}: it should be from 0 to {self.length}, the length of the schedule",
+        )
+
+    @property
+    def length(self) -> int:
+        """Length in epochs, or in steps if `steps` is given."""
+        return self.steps or self.epochs or DEFAULT_EPOCHS
 
 
 @dataclass
@@ -411,7 +424,11 @@ def fill_options(kind: Any, given: Mapping[str, Any], known: Sequence[str]) -> A
 
 @dataclass
 class TrainConfig:
-    """Configuration of the training loop. A task adds its data and its model."""
+    """Configuration of the training loop. A task adds its data and its model.
+
+    Its sections are optimizer (OptimizerConfig), schedule (ScheduleConfig), run (RunConfig) and parallel
+    (ParallelConfig).
+    """
 
     # Settings that may change when a run is resumed, because the final weights do not depend on them.
     free_on_resume: ClassVar[tuple[str, ...]] = (

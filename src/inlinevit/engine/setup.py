@@ -309,7 +309,7 @@ def make_scheduler(
     """Return timm's schedule, which is a function of the step, and the number of steps."""
     hint = did_you_mean(schedule.name, SCHEDULES) or f"try {', '.join(SCHEDULES)}"
     require(schedule.name in SCHEDULES, f"there is no schedule called {schedule.name!r}: {hint}")
-    unit, length = (steps_per_epoch, schedule.epochs) if schedule.steps is None else (1, schedule.steps)
+    unit, length = (steps_per_epoch if schedule.steps is None else 1), schedule.length
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=schedule.name,

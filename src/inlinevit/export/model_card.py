@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from .. import __version__
+from ..engine.config import DEFAULT_EPOCHS
 
 CARD = "README.md"
 # By this, a folder that was written before is recognised.
@@ -147,8 +148,8 @@ def _recipe(publication: Publication) -> str:
     rows = []
     for section, names in RECIPE:
         values = dict(publication.config.get(section, {}))
-        if values.get("steps") is not None:
-            values["epochs"] = None
+        if section == "schedule" and values.get("steps") is None:
+            values["epochs"] = values.get("epochs") or DEFAULT_EPOCHS
         if section == "distillation" and values.get("teacher") is None:
             continue
         rows += [f"| {section}.{name} | {_plain(values[name])} |" for name in names if values.get(name) is not None]
