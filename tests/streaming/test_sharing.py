@@ -14,6 +14,8 @@ from inlinevit.streaming.shards import halo_rows, shard_rows, shifted_rows
 from tests.engine.running import ENVIRONMENT
 from tests.streaming.models import FAMILIES, MODELS
 
+pytestmark = pytest.mark.integration
+
 PROGRAM = "tests.streaming.sharing"
 
 
@@ -39,10 +41,11 @@ def start(folder: Path, processes: int, job: str, *kinds: str) -> list[subproces
 
 
 def run(folder: Path, processes: int, job: str, *kinds: str) -> None:
-    for process in start(folder, processes, job, *kinds):
-        printed, _ = process.communicate()
-        assert process.returncode == 0, printed
-        assert "shared as alone" in printed
+    started = start(folder, processes, job, *kinds)
+    printed = [process.communicate()[0] for process in started]
+    # Of all, because others only report that they have lost the one that failed.
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(printed)
+    assert all("shared as alone" in text for text in printed)
 
 
 def test_families_and_options(tmp_path: Path) -> None:

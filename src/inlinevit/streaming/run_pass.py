@@ -24,6 +24,9 @@ def run_pass(
         target: Where the new rows go: the map itself, or another one.
         chunk_rows: Rows per chunk.
     """
+    if stage.start == stage.end:
+        # Of several processes, some have no rows of a small map; they have not borrowed any, either.
+        return
     if step.shift > 0:
         yield from run_shifted_pass(stage, step, finished, tokens, target, chunk_rows)
         return
