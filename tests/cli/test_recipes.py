@@ -1,5 +1,6 @@
 """Recipes: how --config finds and reads them, and `inlinevit recipes`."""
 
+import itertools
 import os
 import re
 import threading
@@ -12,7 +13,7 @@ import yaml
 from inlinevit import cli
 from inlinevit.cli import train
 from inlinevit.cli.train import parse_config
-from inlinevit.recipes import COMMANDS, HOME, load_recipe, recipe_names
+from inlinevit.recipes import COMMANDS, HOME, describe_recipe, load_recipe, recipe_names
 from inlinevit.tasks import TASKS
 from inlinevit.tasks.classification.config import ClassificationConfig
 
@@ -201,18 +202,36 @@ def test_names_are_unique_and_every_file_is_a_recipe_or_a_base():
         assert {name for name in files if name.startswith("_")} <= used
 
 
-def test_recipes_lists_all_with_task_and_description(capsys, monkeypatch):
+def test_recipes_lists_all_by_task_with_descriptions(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     cli.main(["recipes"])
     output = capsys.readouterr().out
-    for task in COMMANDS:
+    starts = [output.index(f"{task}: {command} --config NAME") for task, command in COMMANDS.items()]
+    assert starts == sorted(starts)
+    for task, start, end in zip(COMMANDS, starts, [*starts[1:], None], strict=True):
         for name in recipe_names(task):
-            (row,) = [line for line in output.splitlines() if line.startswith(f"│ {name} ")]
-            assert f" {task} " in row
+            (row,) = [line for line in output[start:end].splitlines() if line.startswith(f"  {name} ")]
+            description = describe_recipe(HOME / task / f"{name}.yaml")
+            assert row.removeprefix(f"  {name} ").strip() == description
+            # The first line of a recipe is a whole sentence.
+            assert description.endswith(".")
     assert "Mask R-CNN on InLine-PVT-T, COCO, 12 epochs at one scale (1×)." in output
     assert "_imagenet" not in output
     cli.main(["recipes", "--task", "detection"])
-    assert "inline_deit_tiny" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "mask_rcnn_inline_pvt_tiny_1x" in output
+    assert "inline_deit_tiny" not in output
+
+
+def test_recipes_are_readable_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.main(["recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [name for task in COMMANDS for name in recipe_names(task)]
+    starts = [next(i for i, line in enumerate(lines) if line.startswith(f"  {name} ")) for name in names]
+    # Descriptions take a few lines, where they took up to eight.
+    assert max(b - a for a, b in itertools.pairwise(starts) if not lines[b - 1].startswith(" ──")) <= 4
 
 
 @pytest.mark.parametrize(

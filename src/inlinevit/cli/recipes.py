@@ -17,7 +17,7 @@ def make_parser() -> ArgumentParser:
 
 
 def run(settings: Namespace) -> None:
-    """Print the names of recipes with their tasks and descriptions, or a recipe as YAML that --config takes."""
+    """Print the names and descriptions of recipes, task by task, or a recipe as YAML that --config takes."""
     tasks = {name: task for task in COMMANDS for name in recipe_names(task) if settings.task in (None, task)}
     about = {name: describe_recipe(HOME / task / f"{name}.yaml") for name, task in tasks.items()}
     if settings.name is not None:
@@ -28,14 +28,25 @@ def run(settings: Namespace) -> None:
         print(f"# {about[name]}\n# {COMMANDS[tasks[name]]} --config {name}")
         print(yaml.safe_dump(load_recipe(name, tasks[name]), sort_keys=False), end="")
         return
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     from ..utils.console import new_console
 
-    table = Table("name", "task", "description")
-    table.caption = "--config NAME takes them; `inlinevit recipes NAME` prints one"
-    table.columns[0].no_wrap = True
-    for name, task in tasks.items():
-        table.add_row(name, task, Text(about[name]))
-    new_console().print(table)
+    console = new_console()
+    # A table per task: most names are short, and leave the descriptions more of a terminal of 80 columns.
+    for task in dict.fromkeys(tasks.values()):
+        table = Table(
+            "name",
+            "description",
+            title=f"{task}: {COMMANDS[task]} --config NAME",
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+        )
+        table.columns[0].no_wrap = True
+        for name in recipe_names(task):
+            table.add_row(name, Text(about[name]))
+        console.print(table)
+    console.print("`inlinevit recipes NAME` prints one with all of its fields", highlight=False)

@@ -1,5 +1,8 @@
 """`inlinevit reproduce`: the paper's ablations, all attentions compared, and diagnostics."""
 
+import shutil
+import textwrap
+
 from jsonargparse import ArgumentParser, Namespace
 
 from ..experiments.reproduce import describe_studies, reproduce
@@ -34,5 +37,24 @@ def run(settings: Namespace) -> int:
     defaults = make_parser().get_defaults()
     unused = [name for name, value in options.items() if name not in LISTED and value != defaults[name]]
     require(not unused, f"--list trains nothing, so --{' and --'.join(unused)} would have no effect: leave it out")
-    print(describe_studies(**{name: options[name] for name in LISTED}))
+    text = describe_studies(**{name: options[name] for name in LISTED})
+    print(wrap_lines(text, shutil.get_terminal_size().columns))
     return 0
+
+
+def wrap_lines(text: str, width: int) -> str:
+    """Return a text whose lines have at most `width` characters: what is too long continues on indented lines."""
+    wrapped = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        # Names are copied from here: they are not broken.
+        wrapped.append(
+            textwrap.fill(
+                line,
+                width,
+                subsequent_indent=f"{indent}    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(wrapped)

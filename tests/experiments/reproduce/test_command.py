@@ -19,7 +19,7 @@ from inlinevit import cli
 from inlinevit.experiments.reproduce import command, reproduce, workers
 from inlinevit.experiments.reproduce.cells import Ended
 from inlinevit.experiments.reproduce.design import Run, Study
-from inlinevit.experiments.reproduce.studies import run_config
+from inlinevit.experiments.reproduce.studies import STUDIES, run_config
 from inlinevit.tasks.classification.config import ClassificationConfig
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -310,6 +310,16 @@ def test_list_refuses_wrong_names(name: str, capfd: pytest.CaptureFixture[str]) 
 def test_list_trains_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     cli.main(["reproduce", "--list"])
     assert "injectivity: " in capfd.readouterr().out
+
+
+def test_list_is_readable_in_80_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.main(["reproduce", "--list"])
+    lines = capfd.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    # The name, the number of runs and their time are on one line, which grep finds.
+    cells = sum(len(study.cells) for study in STUDIES.values())
+    assert sum(bool(re.match(r"  [\w-]+/\S+, \d+ seeds?, \d+\.\d\d core-hours:", line)) for line in lines) == cells
 
 
 def test_worker_ends_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
