@@ -21,6 +21,10 @@ PAGES = {
 LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 # A link whose text is the name of a document, which readers of the site do not see.
 NAMED = re.compile(r"\[(?:docs/)?[\w/]+\.md\](?=\(([^)#\s]+\.md))")
+# A document that a docstring names.
+MENTIONED = re.compile(r"\bdocs/([\w/]+)\.md\b")
+# Code in a cell of a table that is too long for one line.
+LONG_CODE = re.compile(r"<code>([^<\s]{20,})</code>")
 # Longer output of a cell is cut.
 MOST_LINES = 30
 
@@ -59,6 +63,29 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
         return f"[{title}]" if title else match[0]
 
     return LINK.sub(rewrite, NAMED.sub(name_by_title, markdown))
+
+
+def on_page_content(html: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Let long paths in tables break at separators; link pages that docstrings name as documents of the repository."""
+    name = page.file.src_uri
+    html = re.sub(r"<td>.*?</td>", lambda cell: LONG_CODE.sub(break_at_separators, cell[0]), html)
+    if not name.startswith("reference/"):
+        return html
+
+    def link(match: re.Match[str]) -> str:
+        target = files.get_file_from_path(f"{match[1]}.md")
+        if target is None:
+            raise ValueError(f"{name} shows a docstring that names {match[0]}, which is not a page: correct it")
+        title = title_of(ROOT / match[0]) or match[1]
+        return f'<a href="{target.url_relative_to(page.file)}">{title}</a>'
+
+    return MENTIONED.sub(link, html)
+
+
+def break_at_separators(code: re.Match[str]) -> str:
+    """Return code that may be broken after slashes, colons and underscores."""
+    breakable = re.sub(r"(/|::|_)", r"\1<wbr>", code[1])
+    return f'<code class="path">{breakable}</code>'
 
 
 def title_of(document: Path) -> str:

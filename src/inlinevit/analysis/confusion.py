@@ -72,7 +72,14 @@ class Confusion:
 def measure_confusion(
     model: nn.Module, batches: Iterable[Tensor], *, epsilon: float = EPSILON, delta: float = DELTA
 ) -> Confusion:
-    """Count confused pairs of queries in every layer of a model (see watch) on images (batch, channels, H, W)."""
+    """Count confused pairs of queries, which differ and have the same weights, in every layer of a model.
+
+    Args:
+        model: See watch.
+        batches: Images (batch, channels, H, W).
+        epsilon: Rows of weights nearer than this, relative to the larger norm, are the same; 0.01 by default.
+        delta: Queries farther apart than this, relative to the larger norm, are different; 0.1 by default.
+    """
     layers: dict[str, LayerConfusion] = {}
 
     def visit(layer: Layer) -> None:

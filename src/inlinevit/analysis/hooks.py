@@ -54,9 +54,18 @@ def watch(model: nn.Module, images: Tensor, visit: Callable[[Layer], Any]) -> Te
 
 @torch.no_grad()
 def run_masked(model: nn.Module, images: Tensor, mask_function: MaskFunction) -> Tensor:
-    """Run a model (see watch) with masked attention in every layer, and return its output.
+    """Run a model with masked attention in every layer.
 
     Attention is computed as if masked tokens did not exist; convolutions that the layer adds ignore them, too.
+
+    Args:
+        model: See watch.
+        images: (batch, channels, H, W).
+        mask_function: Called with a layer and the first and the last (exclusive) of some queries; returns which tokens
+            they may attend to, (windows, queries, tokens).
+
+    Returns:
+        The output of the model.
     """
     with visited(model, images, lambda layer: layer.output(mask_function)):
         return model(images)

@@ -35,9 +35,15 @@ class LayerLocality:
 
 
 def measure_locality(model: nn.Module, batches: Iterable[Tensor], *, side: int = 3) -> list[LayerLocality]:
-    """Return the locality of each layer of a model (see watch), on images (batch, channels, H, W) of one size.
+    """Measure how much of the weights of queries goes to their neighbourhoods, in every layer of a model.
 
-    Layers whose keys come from a reduced feature map are left out. The neighbourhood has an odd side length.
+    Args:
+        model: See watch.
+        batches: Images (batch, channels, H, W) of one size.
+        side: Side length of the neighbourhood, odd.
+
+    Returns:
+        The layers, from the first to the last. Those whose keys come from a reduced feature map are left out.
     """
     found: dict[str, list[tuple[LayerLocality, int]]] = {}
 

@@ -29,10 +29,16 @@ class AttentionMap:
 
 
 def attention_maps(model: nn.Module, image: Tensor, queries: Sequence[tuple[float, float]]) -> list[AttentionMap]:
-    """Return the weights of some queries in every layer of a model (see watch), those of one layer next to each other.
+    """Compute the weights of some queries in every layer of a model.
 
-    Layers whose keys come from a reduced feature map are left out. Queries of an image (channels, H, W) are positions
-    as fractions of its height and width: (0.5, 0.5) is the center.
+    Args:
+        model: See watch.
+        image: (channels, H, W).
+        queries: Positions in the image, as fractions of its height and width: (0.5, 0.5) is the center.
+
+    Returns:
+        One map for each layer and query, those of one layer next to each other. Layers whose keys come from a reduced
+        feature map are left out.
     """
     for query in queries:
         if not all(0 <= fraction <= 1 for fraction in query):

@@ -39,6 +39,8 @@ Call = Callable[[], Tensor | Sequence[Tensor]]
 EXPORTED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 # Inputs by which NNCF chooses the ranges of int8 activations.
 CALIBRATION_INPUTS = 2
+# Side of those of models for images of any size, in pixels.
+CALIBRATION_SIDE = 224
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,18 @@ def prepare_openvino_int8(module: nn.Module, x: Tensor, threads: int) -> Call:
         return openvino_call(quantized, x, threads)
 
 
-def calibration_inputs(x: Tensor) -> list[Any]:
-    """Return random arrays of the shape of an input, for calibration."""
+def calibration_inputs(x: Tensor, dynamic: bool = False) -> list[Any]:
+    """Return random arrays of the shape of an input, for calibration.
+
+    Args:
+        x: The input.
+        dynamic: Whether the model takes images of any size. Small ones do then: calibration keeps the activations of
+            all layers, which are gigabytes where softmax attention has thousands of tokens.
+    """
+    side = CALIBRATION_SIDE if dynamic else max(x.shape[-2:])
     generator = torch.Generator().manual_seed(SEED + 1)
-    return [torch.randn(x.shape, generator=generator).numpy() for _ in range(CALIBRATION_INPUTS)]
+    shape = x[..., :side, :side].shape
+    return [torch.randn(shape, generator=generator).numpy() for _ in range(CALIBRATION_INPUTS)]
 
 
 def openvino_model(module: nn.Module, x: Tensor) -> Any:
@@ -157,7 +167,7 @@ def prepare_onnxruntime(
     """
     with conversion("ONNX"):
         model = onnx_model(module, x, dynamic)
-        model = quantize_onnx(model, calibration_inputs(x)) if int8 else model
+        model = quantize_onnx(model, calibration_inputs(x, dynamic)) if int8 else model
         session = onnx_session(model.SerializeToString(), threads)
     inputs = {INPUT_NAME: x.numpy()}
     return lambda: [torch.from_numpy(output) for output in session.run(None, inputs)]
@@ -168,7 +178,7 @@ def prepare_exported_openvino(module: nn.Module, x: Tensor, threads: int, *, int
     with conversion("OpenVINO"):
         with tempfile.TemporaryDirectory() as folder:
             model = to_openvino(onnx_model(module, x, dynamic=True), Path(folder))
-        model = quantize_openvino(model, calibration_inputs(x)) if int8 else model
+        model = quantize_openvino(model, calibration_inputs(x, dynamic=True)) if int8 else model
         return openvino_call(model, x, threads)
 
 

@@ -18,7 +18,8 @@ class MALAAttention(BaseAttention):
     Args:
         dim: Channels.
         num_heads: Heads; they divide the channels.
-        **kwargs: Arguments of BaseAttention.
+
+    Further arguments are those of BaseAttention.
     """
 
     row_wise = True

@@ -21,7 +21,8 @@ class RALAAttention(BaseAttention):
     Args:
         dim: Channels.
         num_heads: Heads; they divide the channels.
-        **kwargs: Arguments of BaseAttention.
+
+    Further arguments are those of BaseAttention.
     """
 
     row_wise = True

@@ -6,6 +6,7 @@ from torch import Tensor
 from ._common import hide_padding
 
 FEATURE_MAPS = ("identity", "relu", "relu_affine", "leaky_relu", "exp", "elu_plus_one")
+"""The names of φ."""
 
 
 def apply_feature_map(x: Tensor, name: str, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:

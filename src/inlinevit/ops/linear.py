@@ -42,7 +42,7 @@ def linear_attention(
         feature_map: φ, one of FEATURE_MAPS; ReLU by default. With signed maps the divisor can pass through zero.
         affine: (A, b) of `relu_affine`.
         mask: (batch, tokens), True = real token.
-        epsilon: Added to the sum of the scores of a query, by which they are divided.
+        epsilon: Added to the sum of the scores of a query, by which they are divided; 1e-12 by default.
 
     Returns:
         (batch, heads, queries, value_dim), in q's dtype; sums are kept in float32 or better.

@@ -269,7 +269,11 @@ class DistillationConfig:
 
 @dataclass
 class ClassificationConfig(TrainConfig):
-    """A whole classification run."""
+    """A whole classification run.
+
+    Its sections are those of TrainConfig, and data (ClassificationDataConfig), augment (AugmentConfig), model
+    (ModelConfig) and distillation (DistillationConfig).
+    """
 
     free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.eval_path", "data.root")
 
