@@ -422,13 +422,13 @@ def same_json(one: bytes, other: bytes) -> bool:
 
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
-    lines = ["| fault | times | runs that ended bit-equal | refused in a sentence | failed | seconds |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["| fault | count | runs that ended bit-equal | refused with a message | failed | seconds |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
     for row in rows:
-        lines.append(f"| {row.fault} | {row.times} | {row.same} | {row.refused} | {row.failed} | {row.seconds:.0f} |")
+        lines.append(f"| {row.fault} | {row.times:,} | {row.same} | {row.refused} | {row.failed} | {row.seconds:.0f} |")
     total = sum(row.seconds for row in rows)
     lines.append(
-        f"| **all** | {sum(row.times for row in rows)} | {sum(row.same for row in rows)} | "
+        f"| **all** | {sum(row.times for row in rows):,} | {sum(row.same for row in rows)} | "
         f"{sum(row.refused for row in rows)} | {sum(row.failed for row in rows)} | {total:.0f} |"
     )
     return "\n".join(lines)
