@@ -43,7 +43,7 @@ test-kernels-sanitized: install  ## run the kernels' tests with AddressSanitizer
 		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 \
 		INLINEVIT_KERNELS_LIBRARY=$(SANITIZED) INLINEVIT_KERNELS=$$variant \
 		$(BIN)/python -m pytest tests/kernels/test_attention.py tests/kernels/test_block.py \
-		tests/kernels/test_stream.py $(ARGS) || exit 1; \
+		tests/kernels/test_patches.py tests/kernels/test_stream.py $(ARGS) || exit 1; \
 	done
 
 faults: install  ## kill, starve, damage and disturb training runs, and print a table; 20 minutes (docs/reliability.md)

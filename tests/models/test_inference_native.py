@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,8 +20,10 @@ import inlinevit
 from inlinevit import kernels
 from inlinevit.layers import Block
 from inlinevit.layers._inference_block import InferenceBlock
-from inlinevit.layers._native_linear import Int8Linear, PatchConv2d
+from inlinevit.layers._inference_embed import InferenceConvEmbed
+from inlinevit.layers._native_linear import Int8Linear
 from inlinevit.models import InLineCSWin, InLineDeiT, InLinePVT, InLineSwin
+from inlinevit.models.inference import InferenceStage
 from tests import pairs_of, slow_except
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"native kernels: {kernels.status().reason}")
@@ -100,7 +103,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(prefix_only)
         return call(self, x, windows, prefix_only=prefix_only)
 
+    run = kernels.run_blocks
+
+    def record_all(blocks: Sequence[kernels.PackedBlock], x: Tensor, windows: Any) -> Tensor:
+        found.extend([False] * len(blocks))
+        return run(blocks, x, windows)
+
     monkeypatch.setattr(kernels.PackedBlock, "__call__", record)
+    monkeypatch.setattr(kernels, "run_blocks", record_all)
     return found
 
 
@@ -626,17 +636,75 @@ def test_without_kernels() -> None:
     assert "inlinevit info" in printed
 
 
-# Downsampling
+# Embeddings
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_convolutions_of_separate_patches(int8: bool) -> None:
-    torch.manual_seed(0)
-    conv = nn.Conv2d(16, 24, 2, 2).requires_grad_(False)
-    for x in (torch.randn(2, 16, 6, 8), torch.randn(2, 6, 8, 16).permute(0, 3, 1, 2), torch.randn(1, 16, 7, 5)):
-        expected = conv(x)
-        replaced = copy.deepcopy(conv).eval()
-        PatchConv2d.replace(replaced, int8=int8)
-        found = replaced(x)
-        assert found.shape == expected.shape
-        assert error(found, expected) < (0.02 if int8 else 1e-6)
+@pytest.mark.parametrize("options", [{}, {"dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["deit", "pvt", "swin", "cswin"])
+def test_embeddings_are_native(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, calls: list[bool]
+) -> None:
+    """No convolution, and no linear layer but the head's, is left to torch."""
+    model, x = make(name), images(2, 3, 64, 96)
+    expected = model(x)
+    optimized = optimize(model, **options)
+    for function in ("conv2d", "layer_norm"):
+        original = getattr(nn.functional, function)
+        used: list[int] = []
+
+        def count(*args: Any, _original: Any = original, _used: list[int] = used, **kwargs: Any) -> Tensor:
+            _used.append(1)
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(nn.functional, function, count)
+        assert error(optimized(x), expected) < (0.1 if options else 1e-5)
+        # The norm before the head.
+        assert len(used) <= (function == "layer_norm")
+    assert any(isinstance(module, InferenceConvEmbed) for module in optimized.modules())
+
+
+def test_changed_embeddings_are_computed_as_they_are() -> None:
+    model, x = make("swin"), images(1, 3, 64, 64)
+    for change in (
+        lambda model: setattr(model.stages[0].patch_embed, "norm", nn.Identity()),
+        lambda model: setattr(model.stages[0].patch_embed.proj, "padding_mode", "reflect"),
+        lambda model: setattr(model.stages[1].downsample, "norm", nn.LayerNorm(64, elementwise_affine=False)),
+        lambda model: model.stages[1].downsample.reduction.register_forward_hook(lambda *args: args[2] * 2),
+        lambda model: model.stages[1].downsample.norm.weight.mul_(2),
+    ):
+        plain = copy.deepcopy(model)
+        optimized = optimize(plain)
+        optimized(x)
+        for one in (plain, optimized):
+            change(one)
+        assert error(optimized(x), plain(x)) < 1e-5
+
+
+# Blocks that are computed together
+
+
+def test_a_hook_between_blocks_is_called(calls: list[bool]) -> None:
+    model, x = make("deit, avg", depth=3), images(1, 3, 64, 64)
+    optimized = optimize(model)
+    blocks = next(module for module in optimized.modules() if isinstance(module, InferenceStage)).blocks
+    seen: list[Tensor] = []
+    handle = blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert error(optimized(x), model(x)) < 1e-5
+    assert len(seen) == 1
+    assert len(calls) == 3
+    handle.remove()
+    blocks[1].forward = lambda x, feat_size: x
+    assert error(optimized(x), model(x)) > 1e-2
+    del blocks[1].forward
+    assert error(optimized(x), model(x)) < 1e-5
+
+
+def test_intermediate_features_are_those_between_blocks(calls: list[bool]) -> None:
+    model, x = make("deit, avg", depth=3), images(1, 3, 64, 64)
+    optimized = optimize(model)
+    for indices in ([0, 1, 2], [1], [2]):
+        expected, found = (
+            one.forward_intermediates(x, indices=indices, intermediates_only=True) for one in (model, optimized)
+        )
+        assert len(expected) == len(found)
+        assert all(error(a, b) < 1e-5 for a, b in zip(found, expected, strict=True))

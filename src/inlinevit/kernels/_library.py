@@ -18,7 +18,7 @@ VARIANT_VARIABLE = "INLINEVIT_KERNELS"
 LIBRARY_VARIABLE = "INLINEVIT_KERNELS_LIBRARY"
 
 # Of native/api.h.
-API_VERSION = 7
+API_VERSION = 8
 
 
 class CWindows(Structure):
@@ -75,6 +75,19 @@ class CBlock(Structure):
     ]
 
 
+class CPatches(Structure):
+    """InlinevitPatches."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("batch", "height", "width", "threads")),
+        *((name, c_int64) for name in ("batch_stride", "row_stride", "column_stride")),
+        *((name, c_int64) for name in ("outer", "outer_stride", "inner", "inner_stride", "length")),
+        *((name, c_double) for name in ("norm_in_eps", "norm_out_eps")),
+        *((name, c_void_p) for name in ("norm_in_weight", "norm_in_bias", "norm_out_weight", "norm_out_bias")),
+        ("layer", CLinear),
+    ]
+
+
 class CRows(Structure):
     """InlinevitRows."""
 
@@ -98,8 +111,9 @@ ARGUMENTS: dict[str, list[Any]] = {
     "local_kernels_backward_f64": [POINTER(CAttention), *[c_void_p] * 10],
     "gelu": [c_int64, c_int64, c_void_p, c_void_p],
     "gelu_backward": [c_int64, c_int64, c_void_p, c_void_p, c_void_p],
-    "block": [POINTER(CBlock), c_void_p, c_void_p],
+    "blocks": [POINTER(CBlock), c_int64, c_void_p, c_void_p],
     "linear": [POINTER(CLinear), c_int64, c_int64, c_int64, c_void_p, c_void_p],
+    "patches": [POINTER(CPatches), c_void_p, c_void_p],
     "summarize": [POINTER(CBlock), c_int64, *[c_void_p] * 6],
     "apply": [POINTER(CBlock), POINTER(CRows), c_void_p, c_void_p],
 }

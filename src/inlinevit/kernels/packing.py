@@ -1,4 +1,4 @@
-"""Weights in the order in which the kernels read them. Packed weights do not depend on the CPU's variant."""
+"""Weights in the order in which the kernels read them. Int8 weights are larger for variants with VNNI."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import CLinear
+from ._library import CLinear, status
 
 # Outputs of a linear layer per panel, and inputs per block (native/api.h).
 PANEL = 16
 DEPTH_BLOCK = 512
-# Quantised inputs are 0 to this, and int8 weights at most this.
-LARGEST_INPUT = 204
+# Int8 weights are at most this.
 LARGEST_WEIGHT = 127
-# Products of four inputs are summed up in 16 bits: four weights of the same sign may be this large together. Rounding
-# adds up to a half to each, and 204 · 160 < 2¹⁵.
+# Without VNNI, inputs are quantised to 0 … 204, and products of four inputs are summed up in 16 bits: four weights of
+# the same sign may be this large together. Rounding adds up to a half to each, and 204 · 160 < 2¹⁵.
 LARGEST_SUM = 156
 
 
@@ -37,7 +36,7 @@ class PackedLinear(NamedTuple):
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, int8: bool) -> PackedLinear:
-    """Pack a linear layer.
+    """Pack a linear layer, for the variant of the kernels that this process uses.
 
     Args:
         weight: (outputs, inputs).
@@ -54,14 +53,21 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, int8: bool) -> PackedLin
         panels = F.pad(weight, (0, 0, 0, missing)).view(-1, PANEL, inputs)
         return PackedLinear(panels.transpose(1, 2).contiguous(), padded_bias, torch.empty(0), torch.empty(0))
     weight = F.pad(weight, (0, -inputs % 8, 0, missing))
-    # Inputs 0, 1, 4, 5 of each eight meet in a sum of 16 bits, and 2, 3, 6, 7.
-    quads = weight.view(len(weight), -1, 2, 2, 2).transpose(2, 3).flatten(3)
-    sums = torch.maximum(quads.clamp(min=0).sum(dim=3), -quads.clamp(max=0).sum(dim=3)).flatten(1).amax(dim=1)
-    scales = torch.maximum(weight.abs().amax(dim=1) / LARGEST_WEIGHT, sums / LARGEST_SUM)
+    scales = weight.abs().amax(dim=1) / LARGEST_WEIGHT
+    if not has_wide_sums():
+        # Inputs 0, 1, 4, 5 of each eight meet in a sum of 16 bits, and 2, 3, 6, 7.
+        quads = weight.view(len(weight), -1, 2, 2, 2).transpose(2, 3).flatten(3)
+        sums = torch.maximum(quads.clamp(min=0).sum(dim=3), -quads.clamp(max=0).sum(dim=3)).flatten(1).amax(dim=1)
+        scales = torch.maximum(scales, sums / LARGEST_SUM)
     integers = torch.round(weight / scales[:, None].clamp(min=torch.finfo(torch.float32).tiny))
     sums = torch.stack([block.sum(dim=1) for block in integers.split(DEPTH_BLOCK, dim=1)])
     groups = integers.view(-1, PANEL, integers.shape[1] // 4, 4).transpose(1, 2)
     return PackedLinear(groups.contiguous().to(torch.int8), padded_bias, scales, sums.to(torch.int32))
+
+
+def has_wide_sums() -> bool:
+    """Return whether the variant in use sums up products of int8 numbers in 32 bits at once."""
+    return (status().variant or "").endswith("vnni")
 
 
 def unpack_weight(layer: PackedLinear, inputs: int) -> Tensor:

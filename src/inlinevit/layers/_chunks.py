@@ -13,10 +13,13 @@ CHUNK = 2**20
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether the module or one of its children has hooks: then each must be called, and once per batch."""
-    return any(
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        for part in module.modules()
-    )
+    return any(map(has_own_hooks, module.modules()))
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Return whether the module itself has hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 def records_graph(x: object) -> bool:

@@ -1,6 +1,6 @@
 """The block for inference: computed natively where that is possible, else with compiled branches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..kernels.block import TILE_TOKENS
 from ..ops.windows import merge_heads
-from ._chunks import has_hooks, records_graph
+from ._chunks import has_hooks, has_own_hooks, records_graph
 from ._native_linear import Int8Linear
 from ._packed import PackedWeights, is_plain
 from .base_attention import BaseAttention
@@ -77,6 +77,29 @@ class InferenceBlock(Block):
         if self.compile_branches and not records_graph(x) and not (self.int8 and is_plain(x)):
             branch = compiled(branch)
         return branch(self, x, feat_size)
+
+
+def run_native(blocks: Sequence[nn.Module], x: Tensor, feat_size: tuple[int, int]) -> Tensor | None:
+    """Run consecutive blocks by one call of the native kernels, or return None if they must be called one by one.
+
+    Args:
+        blocks: The blocks.
+        x: Tokens (batch, prefix + H·W, dim).
+        feat_size: (H, W) of the map.
+    """
+    packed, windows = [], []
+    for block in blocks:
+        # A block with hooks, or with a forward of its own, must be called.
+        if type(block) is not InferenceBlock or "forward" in vars(block) or has_own_hooks(block):
+            return None
+        weights = block.packed.get(block, x)
+        if weights is None:
+            return None
+        attn = cast(BaseAttention, block.attn)
+        attn.check_tokens(x, feat_size, None)
+        packed.append(weights)
+        windows.append(attn.windows(x, feat_size))
+    return kernels.run_blocks(packed, x, windows) if packed else None
 
 
 @cache

@@ -1,6 +1,6 @@
 """Models for inference only: modules are replaced by ones that compute the same results faster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from types import MethodType
 from typing import Any, cast
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..layers import BaseAttention, Block, ConvEmbed, ResamplePosEmbed
+from ..layers import BaseAttention, Block, ConvEmbed, PatchMerging, ResamplePosEmbed
 from ..layers._cached_pos_embed import CachedResamplePosEmbed
 from ..layers._chunks import records_graph
-from ..layers._inference_block import InferenceBlock, is_native
-from ..layers._native_linear import Int8Linear, PatchConv2d, has_separate_patches
+from ..layers._inference_block import InferenceBlock, is_native, run_native
+from ..layers._inference_embed import InferenceConvEmbed, InferencePatchMerging
+from ..layers._native_linear import Int8Linear
 from ..layers._packed import is_plain
-from ._inline_vit import InLineViT, as_image
+from ._inline_vit import InLineViT, Stage, as_image
 
 # Up to this many pixels per call, compiling the model as a whole is fastest; beyond, compiled branches in chunks are.
 FEW_PIXELS = 2**19
@@ -70,6 +71,8 @@ def optimize_for_inference(
             CachedResamplePosEmbed.replace(module)
         elif type(module) in (Block, InferenceBlock):
             InferenceBlock.replace(cast(Block, module), compile_branches=compile, int8=int8)
+        elif type(module) is Stage:
+            module.__class__ = InferenceStage
         elif isinstance(module, InLineViT) and "forward" not in vars(module):
             set_forward(module, ClassTokenForward(module).forward)
     replace_linear_layers(model, int8=int8)
@@ -79,7 +82,7 @@ def optimize_for_inference(
 
 
 def replace_linear_layers(model: nn.Module, *, int8: bool) -> None:
-    """Replace linear layers, other than those of heads, by ones that compute in int8; and downsampling convolutions.
+    """Replace embeddings by ones that compute natively, and linear layers, other than those of heads, by int8 ones.
 
     Args:
         model: The model; if parts of it are models of inlinevit, only these are changed.
@@ -91,8 +94,10 @@ def replace_linear_layers(model: nn.Module, *, int8: bool) -> None:
         heads = heads if isinstance(heads, tuple) else (heads,)
         in_heads = {module for head in heads if isinstance(head, nn.Module) for module in head.modules()}
         for module in part.modules():
-            if type(module) is ConvEmbed and has_separate_patches(module.proj):
-                PatchConv2d.replace(module.proj, int8=int8)
+            if type(module) in (ConvEmbed, InferenceConvEmbed):
+                InferenceConvEmbed.replace(cast(ConvEmbed, module), int8=int8)
+            elif type(module) in (PatchMerging, InferencePatchMerging):
+                InferencePatchMerging.replace(cast(PatchMerging, module), int8=int8)
             elif type(module) in (nn.Linear, Int8Linear) and module not in in_heads:
                 Int8Linear.replace(module, int8=int8)
 
@@ -100,6 +105,22 @@ def replace_linear_layers(model: nn.Module, *, int8: bool) -> None:
 def set_forward(model: nn.Module, forward: Callable[..., Any]) -> None:
     """Replace the forward of one model by a bound method, which is copied and pickled together with the model."""
     model.forward = forward
+
+
+class InferenceStage(Stage):
+    """A stage whose blocks are computed by one call of the native kernels where that is possible."""
+
+    def forward_blocks(
+        self, x: Tensor, feat_size: tuple[int, int], take: Sequence[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See Stage.forward_blocks."""
+        blocks = list(self.blocks) if last is None else list(self.blocks)[: last + 1]
+        # Tokens between two blocks do not exist if they are computed together.
+        if set(take) <= {len(blocks) - 1} and not self.grad_checkpointing:
+            out = run_native(blocks, x, feat_size)
+            if out is not None:
+                return out, [out] * len(take)
+        return super().forward_blocks(x, feat_size, take, last)
 
 
 class ClassTokenForward:

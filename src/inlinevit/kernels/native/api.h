@@ -4,13 +4,11 @@
 #pragma once
 #include <stdint.h>
 
-#define INLINEVIT_API_VERSION 7
+#define INLINEVIT_API_VERSION 8
 
 // Outputs of a linear layer per panel of packed weights, and inputs per block (see gemm.h, int8.h, ../packing.py).
 #define INLINEVIT_PANEL 16
 #define INLINEVIT_DEPTH_BLOCK 512
-// Inputs of int8 products are quantised to this many steps; rounding may make it one more.
-#define INLINEVIT_INPUT_RANGE 203
 
 extern "C" {
 
@@ -61,6 +59,18 @@ typedef struct {
   const float* relative_bias;
 } InlinevitBlock;
 
+// Patches of images or maps (patches.h). height and width are those of the map of patches; strides are the distances
+// between them in numbers. A patch is read as outer · inner pieces of `length` consecutive numbers.
+typedef struct {
+  int64_t batch, height, width, threads;
+  int64_t batch_stride, row_stride, column_stride;
+  int64_t outer, outer_stride, inner, inner_stride, length;
+  double norm_in_eps, norm_out_eps;
+  // LayerNorm of each patch, and of each token; null if there is none.
+  const float *norm_in_weight, *norm_in_bias, *norm_out_weight, *norm_out_bias;
+  InlinevitLinear layer;
+} InlinevitPatches;
+
 // A chunk of rows of a map that does not fit into memory (stream.h).
 typedef struct {
   int64_t height, width;
@@ -110,10 +120,13 @@ typedef struct {
   // GELU of x (count), and grad times its derivative at x.
   void (*gelu)(int64_t count, int64_t threads, const float* x, float* out);
   void (*gelu_backward)(int64_t count, int64_t threads, const float* grad, const float* x, float* out);
-  // Tokens (batch, prefix + H·W, channels) to the same shape, or to (batch, prefix, channels) with prefix_only.
-  void (*block)(const InlinevitBlock*, const float* x, float* out);
+  // Tokens (batch, prefix + H·W, channels) to the same shape, by `count` consecutive blocks; or to (batch, prefix,
+  // channels) by a single one with prefix_only.
+  void (*blocks)(const InlinevitBlock*, int64_t count, const float* x, float* out);
   // (rows, inputs) to (rows, outputs), float32 or int8 as it was packed; gelu: applied to the outputs.
   void (*linear)(const InlinevitLinear*, int64_t rows, int64_t threads, int64_t gelu, const float* x, float* out);
+  // Images or maps, with borders of zeros where patches need them, to (batch, height, width, outputs).
+  void (*patches)(const InlinevitPatches*, const float* x, float* out);
   // Of the tokens (tokens, channels) that are not 0 in mask (tokens) or null: their number, their mean after the first
   // norm (channels), the mean that kernels are made of (channels), and Σ (x − x̄)(x − x̄)ᵀ (channels, channels) after
   // the norm.
@@ -147,8 +160,9 @@ int inlinevit_local_kernels_backward_f64(const InlinevitAttention*, const double
                                          const double*, double*, double*, double*, double*, double*, double*);
 int inlinevit_gelu(int64_t, int64_t, const float*, float*);
 int inlinevit_gelu_backward(int64_t, int64_t, const float*, const float*, float*);
-int inlinevit_block(const InlinevitBlock*, const float*, float*);
+int inlinevit_blocks(const InlinevitBlock*, int64_t, const float*, float*);
 int inlinevit_linear(const InlinevitLinear*, int64_t, int64_t, int64_t, const float*, float*);
+int inlinevit_patches(const InlinevitPatches*, const float*, float*);
 int inlinevit_summarize(const InlinevitBlock*, int64_t, const float*, const uint8_t*, double*, double*, double*,
                         double*);
 int inlinevit_apply(const InlinevitBlock*, const InlinevitRows*, const float*, float*);

@@ -6,7 +6,7 @@
 //      (all summaries are merged, and the kernels of the local residual are made from the mean token)
 //   2. v̄ + q·(s·C) + convolution → projection + skip → norm → MLP + skip.
 // With smaller windows, attention is a pass of its own between the two. With softmax, keys and values are packed
-// instead of summarised.
+// instead of summarised. Where there are few tokens, the threads divide the channels (forward_channels).
 #pragma once
 #include "int8.h"
 #include "softmax.h"
@@ -14,6 +14,8 @@
 namespace {
 
 constexpr long TILE_TOKENS = OUTPUT_TOKENS, TYPICAL_TILE = 104, SMALLEST_TILE = 16;
+// Rows that a thread computes at once where the threads divide the channels.
+constexpr long MOST_ROWS = 256;
 // Bytes of packed q, k and v up to which images are processed together: they stay in the L3 cache until the second
 // pass.
 constexpr long ROUND_BYTES = 16 << 20;
@@ -96,6 +98,15 @@ struct BlockPlan {
   long end(long tile) const { return part_begin(tokens, tiles, tile % tiles + 1); }
 };
 
+// Whether the threads divide the channels instead of the tokens. Where there are fewer tokens than channels, most of what
+// they read is weights, and then each reads only its part of them.
+bool divides_channels(const BlockPlan& plan) {
+  const InlinevitBlock& block = plan.block;
+  return block.threads > 1 && plan.images == 1 && plan.one_window() && plan.tokens <= MOST_ROWS &&
+         3 * plan.tokens < 2 * plan.channels && block.num_heads % block.threads == 0 && block.head_dim % PANEL == 0 &&
+         !block.softmax && !block.prefix_only;
+}
+
 // Scratch of a whole call.
 struct BlockWorkspace {
   float *qkv, *attended, *summaries, *sums, *taps;
@@ -128,15 +139,17 @@ struct BlockBuffers {
       : attention(arena, wider(plan)),
         softmax(arena, plan.groups[0].heads, plan.block.softmax ? plan.places() : 0),
         keys(arena, plan.groups[0].heads, plan.places(), plan.block.softmax && !plan.one_window() ? 1 : 0),
-        products(arena, plan.block.qkv.scales ? TILE_TOKENS : 0, plan.channels),
-        hidden_products(arena, plan.block.fc2.scales ? TILE_TOKENS : 0, DEPTH_BLOCK),
-        normed(arena.take<float>(TILE_TOKENS * plan.channels)),
+        products(arena, plan.block.qkv.scales ? rows(plan) : 0, plan.channels),
+        hidden_products(arena, plan.block.fc2.scales ? rows(plan) : 0, DEPTH_BLOCK),
+        normed(arena.take<float>(rows(plan) * plan.channels)),
         tokens(arena.take<float>(TILE_TOKENS * plan.channels)),
-        hidden(arena.take<float>(TILE_TOKENS * DEPTH_BLOCK)),
+        hidden(arena.take<float>(rows(plan) * DEPTH_BLOCK)),
         summaries(arena.take<float>(plan.groups[0].heads.count * plan.groups[0].heads.summary())),
         mean(arena.take<float>(plan.channels)),
         local(arena.take<float>(plan.groups[0].heads.padded_width)),
         zeros(attention.zeros) {}
+
+  static long rows(const BlockPlan& plan) { return divides_channels(plan) ? plan.tokens : TILE_TOKENS; }
 
   static const Attention<float>& wider(const BlockPlan& plan) {
     return plan.groups[plan.groups[0].grid.windows.width < plan.groups[1].grid.windows.width];
@@ -408,6 +421,85 @@ void forward_windows(const BlockPlan& plan, const float* x, float* out) {
   });
 }
 
+// Scratch of a call that divides the channels.
+struct ChannelWorkspace {
+  // sums: what each thread adds to the tokens.
+  float *qkv, *attended, *tokens, *sums;
+  ChannelWorkspace(Arena& arena, const BlockPlan& plan) {
+    const long size = plan.tokens * plan.channels;
+    qkv = arena.take<float>(3 * size);
+    attended = arena.take<float>(size);
+    tokens = arena.take<float>(size);
+    sums = arena.take<float>(plan.block.threads * size);
+  }
+};
+
+// One window of few tokens. Each thread has some heads up to attention, then some channels of the projection, then some
+// hidden channels of the MLP.
+void forward_channels(const BlockPlan& plan, const float* x, float* out) {
+  const InlinevitBlock& block = plan.block;
+  const Attention<float>& attention = plan.groups[0];
+  const long channels = plan.channels, tokens = plan.tokens, threads = block.threads, width = block.head_dim;
+  const auto workspace = take_scratch<ChannelWorkspace>(Scratch::caller, plan);
+  auto begin_of = [=](long count, long unit, long part) {
+    return smaller(part_begin((count + unit - 1) / unit, threads, part) * unit, count);
+  };
+  auto norm = [&](const float* from, const float* weight, const float* bias, double eps, float* to) {
+    for (long i = 0; i < tokens; ++i)
+      layer_norm(from + i * channels, weight, bias, channels, eps, to + i * channels);
+  };
+
+  parallel(threads, threads, [&](long part) {
+    const long first = begin_of(channels, width, part), end = begin_of(channels, width, part + 1);
+    Attention<float> own = attention;
+    own.heads = Heads<float>((end - first) / width, width);
+    own.query_column += first, own.key_column += first, own.value_column += first;
+    auto buffers = BlockBuffers::take(plan);
+    norm(x, block.norm1_weight, block.norm1_bias, block.norm1_eps, buffers.normed);
+    buffers.products.prepare(block.qkv, buffers.normed, channels, tokens, channels);
+    const long columns[] = {own.query_column, own.key_column, own.value_column};
+    for (long column : columns)
+      buffers.products.multiply(block.qkv, tokens, column, column + own.heads.channels, 0, channels,
+                                {block.qkv.bias, false, false}, workspace.qkv + column, 3 * channels);
+    attend_window(plan, own, 0, x, workspace.qkv, workspace.attended);
+  });
+  parallel(threads, threads, [&](long part) {
+    const long begin = begin_of(channels, PANEL, part), end = begin_of(channels, PANEL, part + 1);
+    auto buffers = BlockBuffers::take(plan);
+    for (long i = 0; i < tokens; ++i)
+      memcpy(workspace.tokens + i * channels + begin, x + i * channels + begin, (end - begin) * sizeof(float));
+    buffers.products.prepare(block.proj, workspace.attended, channels, tokens, channels);
+    buffers.products.multiply(block.proj, tokens, begin, end, 0, channels, {block.proj.bias, true, false},
+                              workspace.tokens + begin, channels);
+  });
+  parallel(threads, threads, [&](long part) {
+    // Hidden channels are quantised in whole blocks.
+    const long hidden = block.fc1.outputs, unit = block.fc2.scales ? DEPTH_BLOCK : PANEL;
+    const long first = begin_of(hidden, unit, part), last = begin_of(hidden, unit, part + 1);
+    auto buffers = BlockBuffers::take(plan);
+    float* sums = workspace.sums + part * tokens * channels;
+    if (first == last) memset(sums, 0, tokens * channels * sizeof(float));
+    norm(workspace.tokens, block.norm2_weight, block.norm2_bias, block.norm2_eps, buffers.normed);
+    buffers.products.prepare(block.fc1, buffers.normed, channels, tokens, channels);
+    for (long begin = first; begin < last; begin += DEPTH_BLOCK) {
+      const long end = smaller(last, begin + DEPTH_BLOCK);
+      buffers.products.multiply(block.fc1, tokens, begin, end, 0, channels, {block.fc1.bias, false, true},
+                                buffers.hidden, DEPTH_BLOCK);
+      buffers.hidden_products.prepare(block.fc2, buffers.hidden, DEPTH_BLOCK, tokens, end - begin);
+      buffers.hidden_products.multiply(block.fc2, tokens, 0, channels, begin, end - begin,
+                                       {begin ? nullptr : block.fc2.bias, begin > first, false}, sums, channels);
+    }
+  });
+  parallel(threads, threads, [&](long part) {
+    for (long i = part_begin(tokens, threads, part); i < part_begin(tokens, threads, part + 1); ++i) {
+      for (long other = 0; other < threads; ++other)
+        add_row(workspace.tokens + i * channels, workspace.sums + (other * tokens + i) * channels, channels);
+      memcpy(out + i * channels, workspace.tokens + i * channels, channels * sizeof(float));
+    }
+  });
+}
+
+// out may be x, but not with prefix_only.
 void block_forward(const InlinevitBlock* block, const float* x, float* out) {
   const BlockPlan single(*block, 1);
   const long image_bytes = single.tokens * 3 * single.channels * long(sizeof(float));
@@ -417,11 +509,18 @@ void block_forward(const InlinevitBlock* block, const float* x, float* out) {
     const BlockPlan plan(*block, smaller(together, block->batch - image));
     const float* from = x + image * plan.tokens * plan.channels;
     float* to = out + image * outputs * plan.channels;
-    if (plan.one_window())
+    if (divides_channels(plan))
+      forward_channels(plan, from, to);
+    else if (plan.one_window())
       forward_whole_map(plan, from, to);
     else
       forward_windows(plan, from, to);
   }
+}
+
+// Consecutive blocks of the same tokens. All but the first compute in place.
+void blocks_forward(const InlinevitBlock* blocks, int64_t count, const float* x, float* out) {
+  for (long i = 0; i < count; ++i) block_forward(blocks + i, i == 0 ? x : out, out);
 }
 
 }  // namespace

@@ -179,13 +179,17 @@ INLINEVIT_EXPORT int inlinevit_gelu_backward(int64_t count, int64_t threads, con
   return call(functions().gelu_backward, count, threads, grad, x, out);
 }
 
-INLINEVIT_EXPORT int inlinevit_block(const InlinevitBlock* block, const float* x, float* out) {
-  return call(functions().block, block, x, out);
+INLINEVIT_EXPORT int inlinevit_blocks(const InlinevitBlock* blocks, int64_t count, const float* x, float* out) {
+  return call(functions().blocks, blocks, count, x, out);
 }
 
 INLINEVIT_EXPORT int inlinevit_linear(const InlinevitLinear* layer, int64_t rows, int64_t threads, int64_t gelu,
                                       const float* x, float* out) {
   return call(functions().linear, layer, rows, threads, gelu, x, out);
+}
+
+INLINEVIT_EXPORT int inlinevit_patches(const InlinevitPatches* patches, const float* x, float* out) {
+  return call(functions().patches, patches, x, out);
 }
 
 INLINEVIT_EXPORT int inlinevit_summarize(const InlinevitBlock* block, int64_t tokens, const float* x,

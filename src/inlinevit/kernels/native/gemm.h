@@ -64,22 +64,17 @@ INLINEVIT_INLINE void for_panels(long begin, long end, Function tile) {
   }
 }
 
-// Reads memory into the L2 cache a piece at a time: the weights of the next panel, while this one is multiplied. They
-// are read once per tile, and would otherwise come from memory while the first rows wait.
-class Prefetch {
- public:
-  // bytes: at `from`, in `pieces` pieces.
-  Prefetch(const void* from, long bytes, long pieces)
-      : next_(static_cast<const char*>(from)), end_(next_ + bytes), step_(round_up((bytes + pieces - 1) / pieces, 64)) {}
+// Weights that are read into the L2 cache while others are multiplied: those of the next panels. They are read once per
+// tile, and would otherwise come from memory while the first rows wait. Each step of a product reads a little, so that
+// no requests queue up.
+struct Ahead {
+  const char* at;
+  // Bytes from panel to panel, and per step of the product.
+  long panel, step;
 
-  INLINEVIT_INLINE void read_piece() {
-    for (const char* stop = next_ + smaller(step_, end_ - next_); next_ < stop; next_ += 64)
-      __builtin_prefetch(next_, 0, 2);
+  INLINEVIT_INLINE void read(long k) const {
+    INLINEVIT_UNROLL for (int i = 0; i < TILE_PANELS; ++i) __builtin_prefetch(at + i * panel + k * step, 0, 2);
   }
-
- private:
-  const char *next_, *end_;
-  long step_;
 };
 
 // What multiply_panels knows of a tile of outputs: rows `row` … row + count − 1, and columns of whole panels.
@@ -88,23 +83,30 @@ struct OutputTile {
   // The outputs, `stride` apart.
   float* out;
   long stride;
+  Ahead ahead;
 };
 
 // Call compute.template operator()<M, N>(tile) for all tiles of `rows` rows and columns begin … end − 1, with M rows and
-// N vectors of columns. Panels first, so that one is read from the cache for all rows; meanwhile the next one is read:
-// panel_bytes at panel_at(panel). A panel that is only partly real is computed next to the output.
+// N vectors of columns. Panels first, so that one is read from the cache for all rows; meanwhile compute, in each of its
+// `steps`, reads some of the next one: panel_bytes at panel_at(panel). A panel that is only partly real is computed next
+// to the output.
 // add: compute adds to the outputs; gelu: it is applied to them at the end.
 template <int Most, typename PanelAt, typename Compute>
 INLINEVIT_INLINE void multiply_panels(long rows, long begin, long end, bool add, bool gelu, float* out, long out_stride,
-                                      long panel_bytes, PanelAt panel_at, Compute compute) {
+                                      long panel_bytes, long steps, PanelAt panel_at, Compute compute) {
   alignas(64) float edge[Most * TILE_PANELS * PANEL];
   for_panels(begin, end, [&](long panel, long panels, long column, long columns) {
     const bool whole = columns == panels * PANEL;
-    Prefetch prefetch(panel_at(panel + panels), column + columns < end ? panels * panel_bytes : 0, rows / Most + 1);
+    const bool more = column + columns < end;
+    const char *here = reinterpret_cast<const char*>(panel_at(panel)),
+               *next = reinterpret_cast<const char*>(panel_at(panel + panels));
+    const long blocks = (rows + Most - 1) / Most, panel_stride = (next - here) / panels;
     for_row_blocks<Most>(rows, [&](long row, long count) {
-      prefetch.read_piece();
+      Ahead ahead{more ? next + row * panel_bytes / rows : here, panel_stride,
+                  more ? (panel_bytes + blocks * steps - 1) / larger(1, blocks * steps) : 0};
       float* target = out + row * out_stride + column - begin;
-      OutputTile tile{row, count, panel, panels, column, whole ? target : edge, whole ? out_stride : panels * PANEL};
+      OutputTile tile{row, count, panel, panels, column, whole ? target : edge, whole ? out_stride : panels * PANEL,
+                      ahead};
       if (!whole && add)
         for (long i = 0; i < count; ++i)
           memcpy(tile.out + i * tile.stride, target + i * out_stride, columns * sizeof(float));
@@ -143,7 +145,8 @@ void multiply_packed(const InlinevitLinear& layer, const float* a, long a_stride
         INLINEVIT_UNROLL for (int i = 0; i < M; ++i) sums[i][j] = initial;
       }
       const float* left = a + tile.row * a_stride + k;
-      multiply_add<float>(sums, [=](int i) { return left + i * a_stride; }, panel_at(tile.panel), PANEL, offsets, block);
+      multiply_add<float>(sums, [=](int i) { return left + i * a_stride; }, panel_at(tile.panel), PANEL, offsets, block,
+                          [=](long k) { tile.ahead.read(k); });
       INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
         INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
           float* at = tile.out + i * tile.stride + j * LANES<float>;
@@ -153,7 +156,7 @@ void multiply_packed(const InlinevitLinear& layer, const float* a, long a_stride
       }
     };
     multiply_panels<ROWS>(rows, begin, end, add, last && epilogue.gelu, out, out_stride,
-                          block * PANEL * long(sizeof(float)), panel_at, compute);
+                          block * PANEL * long(sizeof(float)), block, panel_at, compute);
   }
 }
 

@@ -1,10 +1,11 @@
 // int8 products: weights are integers with a scale for each output. Inputs are quantised to 0 … INPUT_RANGE + 1, with a
-// scale and a zero point for each row and block of DEPTH_BLOCK inputs. Sums of integers are exact, so all variants give
-// the same ones.
+// scale and a zero point for each row and block of DEPTH_BLOCK inputs. Sums of integers are exact, so all variants without
+// VNNI give the same ones.
 //
 // Packed weights have 4 inputs of an output side by side: a group, multiplied with the same 4 bytes of a row. VNNI sums
 // up its products in 32 bits. AVX2 and AVX-512 without it sum up two of them, and those of the next group, in 16 bits:
-// the weights are so small (../packing.py) that these sums cannot overflow. Others multiply 16-bit numbers, which are
+// the weights are so small (../packing.py) that these sums cannot overflow; VNNI has larger ones, and more steps of the
+// inputs. Others multiply 16-bit numbers, which are
 // pairs of inputs 0 and 2, then 1 and 3: the low and the high bytes of the group's 16-bit words.
 #pragma once
 #include "gemm.h"
@@ -29,7 +30,12 @@ constexpr int TOGETHER = 2, INT8_ROWS = INLINEVIT_VECTOR_BYTES == 32 ? 4 : 12;
 #endif
 // Whether a tile reads weights in the order in which they are packed.
 constexpr bool IN_ORDER = sizeof(Quantized) == 1 && TILE_PANELS == 1;
-constexpr int INPUT_RANGE = INLINEVIT_INPUT_RANGE;
+// Rounding may make it one more, which has to fit into 8 bits, or its products into 16.
+#if defined(INLINEVIT_VNNI)
+constexpr int INPUT_RANGE = 254;
+#else
+constexpr int INPUT_RANGE = 203;
+#endif
 // Inputs of a row are padded to a multiple of this.
 constexpr long INPUT_STEP = 8;
 
@@ -188,6 +194,7 @@ void multiply_int8(const InlinevitLinear& layer, const QuantizedRows& a, long ro
       const Quantized* left = a.values + tile.row * a.stride + block * DEPTH_BLOCK;
       // 4 bytes of each row at a time.
       for (long k = 0; k < groups * long(sizeof(Quantized)); k += TOGETHER) {
+        tile.ahead.read(k / TOGETHER);
         Ints right[N][TOGETHER];
         INLINEVIT_UNROLL for (int j = 0; j < N; ++j) {
           INLINEVIT_UNROLL for (int t = 0; t < TOGETHER; ++t) {
@@ -222,8 +229,8 @@ void multiply_int8(const InlinevitLinear& layer, const QuantizedRows& a, long ro
         }
       }
     };
-    multiply_panels<INT8_ROWS>(rows, begin, end, add, last && epilogue.gelu, out, out_stride, groups * GROUP, panel_at,
-                               compute);
+    multiply_panels<INT8_ROWS>(rows, begin, end, add, last && epilogue.gelu, out, out_stride, groups * GROUP,
+                               groups * long(sizeof(Quantized)) / TOGETHER, panel_at, compute);
   }
 }
 

@@ -154,10 +154,12 @@ INLINEVIT_INLINE void with_rows(long rows, Function function) {
 }
 
 // sums[i][j] += Σ_k row(i)[k] · b[k · stride + j · column], a vector of columns at a time. The heart of all products.
-template <typename T, int M, int N, typename Rows>
+// step(k) is called for each k.
+template <typename T, int M, int N, typename Rows, typename Step>
 INLINEVIT_INLINE void multiply_add(Vec<T> (&sums)[M][N], Rows row, const T* b, long stride, const long (&column)[N],
-                                   long depth) {
+                                   long depth, Step step) {
   _Pragma("GCC unroll 2") for (long k = 0; k < depth; ++k) {
+    step(k);
     Vec<T> right[N];
     INLINEVIT_UNROLL for (int j = 0; j < N; ++j) right[j] = load(b + k * stride + column[j]);
     INLINEVIT_UNROLL for (int i = 0; i < M; ++i) {
@@ -190,7 +192,7 @@ INLINEVIT_INLINE void multiply_rows(long rows, long vectors, Rows row, const T* 
         INLINEVIT_UNROLL for (int m = 0; m < M; ++m) {
           INLINEVIT_UNROLL for (int n = 0; n < N; ++n) sums[m][n] = initial(i + m, j + n);
         }
-        multiply_add<T>(sums, [=](int m) { return row(i + m); }, b, stride, offsets, depth);
+        multiply_add<T>(sums, [=](int m) { return row(i + m); }, b, stride, offsets, depth, [](long) {});
         INLINEVIT_UNROLL for (int m = 0; m < M; ++m) {
           INLINEVIT_UNROLL for (int n = 0; n < N; ++n) finish(i + m, j + n, sums[m][n]);
         }

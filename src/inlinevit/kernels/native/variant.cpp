@@ -4,6 +4,7 @@
 #include "block.h"
 #include "gelu.h"
 #include "local.h"
+#include "patches.h"
 #include "stream.h"
 
 namespace inlinevit {
@@ -20,8 +21,9 @@ extern const InlinevitFunctions functions = {
     local_kernels_backward<double>,
     gelu_forward,
     gelu_backward,
-    block_forward,
+    blocks_forward,
     linear_forward,
+    embed_patches,
     summarize_tokens,
     apply_rows,
 };
