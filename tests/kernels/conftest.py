@@ -1,11 +1,15 @@
-"""All tests of this folder need the compiled library; INLINEVIT_KERNELS forces a variant of it."""
+"""Fixtures of the tests of the kernels."""
+
+from collections.abc import Iterator
 
 import pytest
-
-from inlinevit import kernels
+import torch
 
 
 @pytest.fixture(autouse=True)
-def _library() -> None:
-    if not kernels.available():
-        pytest.skip(f"native kernels: {kernels.status().reason}")
+def two_threads() -> Iterator[None]:
+    """Two threads, however many the test run has: with one, the kernels do not divide their work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

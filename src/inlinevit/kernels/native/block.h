@@ -149,7 +149,7 @@ struct BlockBuffers {
         local(arena.take<float>(plan.groups[0].heads.padded_width)),
         zeros(attention.zeros) {}
 
-  static long rows(const BlockPlan& plan) { return divides_channels(plan) ? plan.tokens : TILE_TOKENS; }
+  static long rows(const BlockPlan& plan) { return divides_channels(plan) ? larger(plan.tokens, TILE_TOKENS) : TILE_TOKENS; }
 
   static const Attention<float>& wider(const BlockPlan& plan) {
     return plan.groups[plan.groups[0].grid.windows.width < plan.groups[1].grid.windows.width];
