@@ -14,6 +14,7 @@ from inlinevit.benchmark.results import Measurement, Results, is_inline, read_re
 from inlinevit.benchmark.runtimes import MODES
 from inlinevit.benchmark.studies import COMPARISONS
 from inlinevit.benchmark.tables import (
+    MOST_COLUMNS,
     accuracy_table,
     best_table,
     detection_table,
@@ -184,6 +185,18 @@ def test_candidates_of_one_comparison_each_have_a_row_each():
     results = Results("revision", SETTINGS, MACHINE, measurements, [])
     assert ratio_table(results).rows == [("a", "1.00 (compiled)"), ("a, before", "1.00 (compiled)")]
     make_figure(results)
+
+
+def test_many_candidates_have_a_row_each():
+    first, second = made_up("resolution").measurements[1], made_up("resolution").measurements[5]
+    assert first.comparison != second.comparison
+    names = [f"inline_deit_{place}" for place in range(MOST_COLUMNS + 1)]
+    measurements = [replace(one, name=name) for one in (first, second) for name in names]
+    table = ratio_table(replace(made_up("resolution"), measurements=measurements[:-1]))
+    assert table.headings == ("model", first.comparison, second.comparison)
+    assert table.rows[0] == (names[0], "1.00 (compiled)", "1.00 (compiled)")
+    assert table.rows[-1] == (names[-1], "1.00 (compiled)", "–")
+    assert len(table.rows) == len(names)
 
 
 def test_detectors_have_cost_time_and_memory_in_a_row():

@@ -18,6 +18,8 @@ PATCH = 16
 MISSING = "–"
 # Benchmarks in which InLine is not compared with the best of all others.
 WITHOUT_BASELINE = ("layer", "revision", "window")
+# Columns of candidates in a table of ratios; of more, each has a row, because lines would be too long for a terminal.
+MOST_COLUMNS = 8
 
 
 def summary_tables(results: Results) -> list[Table]:
@@ -104,7 +106,10 @@ def best_table(results: Results) -> Table:
 
 
 def ratio_table(results: Results) -> Table:
-    """Return times relative to the first: one row per comparison, or per candidate if each is in one comparison."""
+    """Return times relative to the first.
+
+    One row per comparison, or per candidate if each is in one comparison or there are more than MOST_COLUMNS.
+    """
     best = results.best
     precisions = list(dict.fromkeys(one.precision for one in best))
 
@@ -114,14 +119,16 @@ def ratio_table(results: Results) -> Table:
     cells = {(one.comparison, one.precision, one.name): f"{times(one, results)} ({one.mode})" for one in best}
     names = list(dict.fromkeys(one.name for one in best))
     caption = "Time of the best mode, relative to the best mode of the first"
+    rows: list[tuple[str, ...]]
     if len(names) == len(best) or len(results.first) == len(precisions):
         rows = [(title(name, precision), cell) for (_, precision, name), cell in cells.items()]
         return Table(("model", "× time"), rows, caption)
-    table = [
-        (title(comparison, precision), *(cells.get((comparison, precision, name), MISSING) for name in names))
-        for comparison, precision in results.first
-    ]
-    return Table(("", *names), table, caption)
+    titles = {key: title(*key) for key in results.first}
+    if len(names) > MOST_COLUMNS:
+        rows = [(name, *(cells.get((*key, name), MISSING) for key in titles)) for name in names]
+        return Table(("model", *titles.values()), rows, caption)
+    rows = [(text, *(cells.get((*key, name), MISSING) for name in names)) for key, text in titles.items()]
+    return Table(("", *names), rows, caption)
 
 
 def accuracy_table(results: Results) -> Table:
