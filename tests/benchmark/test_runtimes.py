@@ -34,9 +34,20 @@ def small_matrices(monkeypatch):
     monkeypatch.setattr(machine, "GEMM_SIDE", 8)
 
 
-def mlp(width=32):
-    layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-    return draw_weights(layers).eval(), draw_input(16, width, device=CPU)
+class Transposed(nn.Module):
+    """From (batch, channels, N) to (batch, N, channels)."""
+
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+def mlp(width=32, mode=""):
+    """A module and its input: 16 tokens, or for modes that export an image of 16 patches, which become tokens."""
+    layers = [nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)]
+    if mode in ANY_INPUT or not mode:
+        return draw_weights(nn.Sequential(*layers)).eval(), draw_input(16, width, device=CPU)
+    patches = [nn.Conv2d(3, width, 16, stride=16), nn.Flatten(2), Transposed()]
+    return draw_weights(nn.Sequential(*patches, *layers)).eval(), draw_input(1, 3, 64, 64, device=CPU)
 
 
 def mlp_candidate(name="mlp", width=32):
@@ -185,8 +196,8 @@ def test_wrong_modes_of_models_are_refused(models, message):
 
 
 def test_conversion_is_silent(capfd):
-    module, x = mlp()
     for mode in OTHERS:
+        module, x = mlp(mode=mode)
         MODES[mode].prepare(module, x, 1)()
     assert capfd.readouterr().out == ""
 
@@ -194,7 +205,7 @@ def test_conversion_is_silent(capfd):
 @pytest.mark.parametrize("mode", OTHERS)
 def test_no_thread_is_busy_between_calls(mode):
     """A spinning thread would take the core of the next candidate."""
-    module, x = mlp(width=256)
+    module, x = mlp(256, mode)
     call = MODES[mode].prepare(module, x, 2)
     idle = busy = 0.0
     for _ in range(50):
@@ -209,7 +220,7 @@ def test_no_thread_is_busy_between_calls(mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", OTHERS)
 def test_the_time_of_a_candidate_does_not_depend_on_its_neighbour(mode):
-    module, x = mlp(width=512)
+    module, x = mlp(512, mode)
     eager, neighbour = (MODES[name].prepare(module, x, 2) for name in ("eager", mode))
     options = {"rounds": 100, "rehearse_below": 0.1}
     alone, beside = [], []
