@@ -215,7 +215,10 @@ class FailsInTraining(Good):
 
 class ManyGraphs(Good):
     def forward(self, x, feat_size, kernel_tokens=None):
-        return super().forward(x * float(x.sum() > 0) + x * float(x.sum() <= 0), feat_size, kernel_tokens)
+        # A branch: newer versions of torch record the conversion of a tensor to a number in the same graph.
+        if x.sum() > 0:
+            x = x.clone()
+        return super().forward(x, feat_size, kernel_tokens)
 
 
 CASES = [
@@ -252,7 +255,7 @@ CASES = [
     ("attention_weights", WeightsWithoutMask, "weights of masked tokens are zero"),
     ("row_wise", NotRowWise, "row_wise is True, so attend of the prefix tokens alone"),
     ("models", FailsInTraining, "Models of every family .* It failed with RuntimeError: not in training"),
-    pytest.param("compile", ManyGraphs, "one graph", marks=pytest.mark.slow),
+    pytest.param("compile", ManyGraphs, "one graph.* It failed with Unsupported", marks=pytest.mark.slow),
 ]
 
 
