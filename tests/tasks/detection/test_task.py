@@ -54,7 +54,8 @@ def test_the_loss_falls(coco_folder: DrawCoco, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_shapes_are_learned(coco_folder: DrawCoco, tmp_path: Path) -> None:
     coco = coco_folder({"train2017": 40, "val2017": 8})
-    options = ["--schedule.epochs", "12", "--schedule.warmup", "1", "--run.eval_every", "12"]
+    # After 12 epochs, box AP is 0.43 to 0.65, by seed and by the rounding of sums; after 24, 0.63 to 0.77.
+    options = ["--schedule.epochs", "24", "--schedule.warmup", "1", "--run.eval_every", "24"]
     results = train(coco, tmp_path / "run", *options)
     # On images that it was not trained on.
     assert results["metrics"]["box_AP"] > 0.5
