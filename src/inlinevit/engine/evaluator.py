@@ -140,13 +140,14 @@ def evaluate_model(
     """Evaluate a model on all images, each counted once whatever the number of processes.
 
     Args:
-        model: In evaluation mode, on the device. It is the bare model: DistributedDataParallel would wait for processes
-            that have fewer batches.
+        model: In evaluation mode, on the device; it may be wrapped for training in several processes.
         evaluator: Data and metrics.
         accelerator: The processes; all of them call this, and get the same Evaluation.
         device: Where to compute; None = the accelerator's device.
         show_progress: Show progress and time left on stderr.
     """
+    # Without DistributedDataParallel, which would wait for processes that have fewer batches.
+    model = accelerator.unwrap_model(model)
     device = accelerator.device if device is None else device
     batches = evaluator.loader(accelerator.process_index, accelerator.num_processes)
     evaluator.reset(device)
