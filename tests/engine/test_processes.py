@@ -36,13 +36,29 @@ def pair(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+# Biases of keys stay 0 but for rounding, because InLine attention subtracts the mean over the keys: their gradients are
+# about 1e-11 in float32 and 1e-20 in float64. With eps = 1e-8, AdamW makes steps of up to 1e-6 of that, in any
+# direction; after 24 steps, they are up to 3.1e-6. Other biases of such a run are some 1e-3.
+LARGEST_KEY_BIAS = 1e-5
+
+
+def without_key_biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a run with zeros for the biases of keys, which have to be rounding only."""
+    kept = dict(tensors)
+    for name in [name for name in kept if name.endswith("attn.qkv.bias")]:
+        query, key, value = kept[name].chunk(3)
+        assert key.abs().max() < LARGEST_KEY_BIAS, name
+        kept[name] = torch.cat([query, torch.zeros_like(key), value])
+    return kept
+
+
 def assert_alike(output: Path, reference: Path) -> None:
     """Two runs tell the same but for rounding."""
     ours, theirs = metric_lines(output), metric_lines(reference)
     assert [line.keys() for line in ours] == [line.keys() for line in theirs]
     for our, their in zip(ours, theirs, strict=True):
         assert our == pytest.approx(their, rel=1e-6)
-    tensors, others = final_tensors(output), final_tensors(reference)
+    tensors, others = (without_key_biases(final_tensors(path)) for path in (output, reference))
     assert tensors.keys() == others.keys()
     for name in tensors:
         torch.testing.assert_close(tensors[name], others[name], rtol=1e-4, atol=1e-6)
