@@ -8,7 +8,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from ..layers import InLineAttention
+from ..layers import InLineAttention, project_parameters
 from ..models.catalog import count_macs
 from ..models.catalog import measure as count_for_catalog
 
@@ -106,6 +106,8 @@ def draw_weights(module: nn.Module) -> nn.Module:
                 parameter.copy_(2 * noise / parameter[0].numel() ** 0.5)
             else:
                 parameter.copy_(0.2 * noise + (0 if name.endswith("bias") else 1))
+    # Some have a range that training keeps them in.
+    project_parameters(module)
     return module
 
 

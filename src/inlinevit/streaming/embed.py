@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import ConvEmbed, PatchMerging, ResamplePosEmbed
+from ..layers._inference_embed import InferenceConvEmbed, InferencePatchMerging
 
 # Gives rows (channels, rows, width) of an image or a map: top to before bottom.
 ReadRows = Callable[[int, int], Tensor]
@@ -17,16 +18,17 @@ class EmbedGeometry:
     """Which rows of the input a patch embedding or downsampling needs for rows of its output.
 
     Args:
-        module: ConvEmbed or PatchMerging.
+        module: ConvEmbed or PatchMerging, or its form for inference.
         size: (height, width) of the input.
     """
 
     def __init__(self, module: nn.Module, size: tuple[int, int]) -> None:
-        if type(module) is ConvEmbed:
+        if type(module) in (ConvEmbed, InferenceConvEmbed):
+            module = cast(ConvEmbed, module)
             conv = module.proj
             self.kernel, self.stride = conv.kernel_size[0], module.stride
             self.padding = cast(int, conv.padding[0])
-        elif type(module) is PatchMerging:
+        elif type(module) in (PatchMerging, InferencePatchMerging):
             self.kernel, self.stride, self.padding = 2, 2, 0
         else:
             raise ValueError(f"{type(module).__name__} cannot be streamed: use a model of inlinevit as it was created")
