@@ -27,8 +27,9 @@ def optimize_for_inference(
 ) -> nn.Module:
     """Return a copy of a model that gives the same outputs faster, without gradients.
 
-    The copy is in evaluation mode. On a CPU in float32, blocks are computed by one native kernel each where there are
-    kernels (see `inlinevit info`): blocks with InLine attention and a plain MLP. Resized positions are cached for each
+    The copy is in evaluation mode. On a CPU in float32, native kernels compute blocks with InLine or softmax attention and
+    a plain MLP, patch embedding and downsampling, where there are kernels (see `inlinevit info`). Hooks of a module are
+    called; with hooks in a block or between blocks, these are computed one by one. Resized positions are cached for each
     input size. A plain transformer whose head only uses the class token computes only that in its last block.
 
     What does not compute natively is compiled at the first call: attention and MLP of other blocks; on another device,
