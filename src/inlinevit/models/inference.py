@@ -27,10 +27,10 @@ def optimize_for_inference(
 ) -> nn.Module:
     """Return a copy of a model that gives the same outputs faster, without gradients.
 
-    The copy is in evaluation mode. On a CPU in float32, native kernels compute blocks with InLine or softmax attention and
-    a plain MLP, patch embedding and downsampling, where there are kernels (see `inlinevit info`). Hooks of a module are
-    called; with hooks in a block or between blocks, these are computed one by one. Resized positions are cached for each
-    input size. A plain transformer whose head only uses the class token computes only that in its last block.
+    The copy is in evaluation mode. On a CPU in float32, native kernels compute patch embedding, downsampling and blocks
+    with InLine or softmax attention and a plain MLP, where there are kernels (see `inlinevit info`). Hooks are called;
+    with hooks in a block or between blocks, these are computed one by one. Resized positions are cached for each input
+    size. A plain transformer whose head only uses the class token computes only that in its last block.
 
     What does not compute natively is compiled at the first call: attention and MLP of other blocks; on another device,
     in another precision or without kernels the whole model for small inputs, attention and MLP for large ones.
