@@ -233,6 +233,15 @@ def test_a_head_without_pooling_answers_for_every_place(name):
     assert logits.shape == ((1, 1 + 4 * 6, 7) if model.num_prefix_tokens else (1, 7, 2, 3))
 
 
+@pytest.mark.parametrize("name", ["inline_deit_tiny", "inline_pvt_tiny"])
+def test_the_mean_of_the_tokens_is_without_the_class_token(name):
+    model = shallow(name, global_pool="avg", class_token=True)
+    features = model.forward_features(torch.randn(1, 3, 64, 96))
+    assert model.num_prefix_tokens == 1
+    mean = features[:, 1:].mean(dim=1)
+    torch.testing.assert_close(model.forward_head(features), model.head(model.fc_norm(mean)))
+
+
 def test_softmax_swin_answers_as_timms_does():
     torch.manual_seed(0)
     theirs = create_model("swin_tiny_patch4_window7_224", depths=(2, 2, 2, 2)).eval()
