@@ -26,6 +26,7 @@ INPUTS = {
     "recipe": 12,
     "coco": 500,
     "images": 400,
+    "regions": 400,
 }
 
 

@@ -121,6 +121,8 @@ def test_chosen_levels_equal_all_levels(name):
         prefix = model.num_prefix_tokens
         last = features[:, prefix:].transpose(1, 2).unflatten(2, (4, 6)) if prefix else features
         torch.testing.assert_close(normed, last)
+        # PVT with average pooling norms after the pooling.
+        assert torch.allclose(maps[-1], normed) == isinstance(model.norm, torch.nn.Identity)
         pruned = create_model(name, num_classes=7, **SHALLOW[name]).eval()
         pruned.load_state_dict(model.state_dict())
         assert pruned.prune_intermediate_layers([0, 1], prune_norm=True) == [0, 1]
@@ -134,7 +136,10 @@ def test_reset_classifier_and_pooling(name):
     with torch.no_grad():
         model.reset_classifier(3)
         assert model(images).shape == (2, 3)
-        model.reset_classifier(0)
+        assert not model.head.training
+        model.train().reset_classifier(3)
+        assert model.head.training
+        model.eval().reset_classifier(0)
         assert model(images).shape == (2, model.num_features)
         assert torch.equal(model(images), model.forward_head(model.forward_features(images), pre_logits=True))
         model.reset_classifier(0, "")

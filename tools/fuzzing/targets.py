@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import safetensors.torch
+import tifffile
 import torch
 import yaml
 from PIL import Image
@@ -30,8 +31,10 @@ from inlinevit import recipes
 from inlinevit.cli.dispatch import option_names
 from inlinevit.cli.errors import report_error
 from inlinevit.cli.train import make_parser
+from inlinevit.data.image_source import open_regions
 from inlinevit.data.images import ImageFiles
 from inlinevit.data.pixels import PixelFormat
+from inlinevit.data.regions import readable
 from inlinevit.engine import checkpoints
 from inlinevit.engine.checkpoints import CheckpointFolder, Progress
 from inlinevit.engine.predictor import read_images
@@ -650,6 +653,77 @@ class Images:
                 assert tensor.isfinite().all()
 
 
+class Regions:
+    """Images that are streamed, from a file to regions of all levels."""
+
+    ending: ClassVar[str] = ".tif"
+    about: ClassVar[str] = "files that are read by regions"
+    TOKENS: ClassVar[list[bytes]] = [
+        b"II*\x00",
+        b"MM\x00*",
+        b"II+\x00\x08\x00\x00\x00",
+        b"\x93NUMPY\x01\x00",
+        b"'descr': '|O'",
+        b"'fortran_order': True",
+        b"'shape': (99999999, 99999, 3)",
+        b"\x00\x01\x03\x00",
+        b"<OME xmlns=",
+        b"Aperio Image|MPP = 0.5",
+    ]
+    # Pixels that are decoded together, and the side of what is read.
+    MAX_PIXELS, SIDE = 2**16, 40
+
+    def __init__(self, folder: Path) -> None:
+        pass
+
+    @cached_property
+    def seeds(self) -> list[bytes]:
+        """Small TIFF files of all layouts, arrays, and a format that is decoded as a whole."""
+        generator = np.random.default_rng(0)
+        colour = generator.integers(0, 256, (50, 70, 3), dtype=np.uint8)
+        grey, bands = colour[..., 0].astype(np.float32), generator.integers(0, 4096, (50, 70, 5), dtype=np.uint16)
+        found = []
+        for values, photometric in ((colour, "rgb"), (grey, "minisblack"), (bands, "minisblack")):
+            # How the file is written, and how its pages are.
+            ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+                ({}, {"tile": (16, 32)}),
+                ({}, {"tile": (16, 16), "compression": "zlib", "predictor": values.dtype.kind != "f"}),
+                ({}, {"rowsperstrip": 7, "compression": "lzw"}),
+                ({"bigtiff": True}, {"rowsperstrip": 50}),
+                ({"byteorder": ">"}, {"tile": (32, 32), "planarconfig": "separate"} if values.ndim == 3 else {}),
+            ]
+            for form, options in ways:
+                stream = io.BytesIO()
+                with tifffile.TiffWriter(stream, **form) as file:
+                    file.write(values, photometric=photometric, subifds=1, **options)
+                    file.write(values[::2, ::2], photometric=photometric, subfiletype=1, **options)
+                found.append(stream.getvalue())
+            stream = io.BytesIO()
+            np.save(stream, values)
+            found.append(stream.getvalue())
+        stream = io.BytesIO()
+        Image.fromarray(colour).save(stream, "PNG")
+        return [*found, stream.getvalue()]
+
+    def good(self) -> list[bytes]:
+        """See Target.good."""
+        return self.seeds
+
+    def make(self, generator: Random) -> bytes:
+        """A file that was changed."""
+        return change_bytes(generator.choice(self.seeds), generator, self.seeds, self.TOKENS)
+
+    def run(self, path: Path) -> None:
+        """Read the first and the last pixels of each level."""
+        with open_regions(path, self.MAX_PIXELS) as reader, readable(path.name):
+            for level, (width, height) in enumerate(reader.level_dimensions):
+                size = min(width, self.SIDE), min(height, self.SIDE)
+                scale = reader.level_downsamples[level]
+                for corner in ((0, 0), (int((width - size[0]) * scale), int((height - size[1]) * scale))):
+                    region = reader.read_region(corner, level, size)
+                    assert region.shape == (size[1], size[0], reader.kind.bands)
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "weights": Weights,
     "safetensors": Safetensors,
@@ -658,6 +732,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "recipe": Recipe,
     "coco": Coco,
     "images": Images,
+    "regions": Regions,
 }
 
 
