@@ -236,7 +236,7 @@ def compute(weights: CBlock, x: Tensor, windows: Sequence[WindowSizes], prefix_o
 def run_blocks(blocks: Sequence[PackedBlock], x: Tensor, windows: Sequence[Sequence[WindowSizes]]) -> Tensor:
     """Compute consecutive blocks in one call of the library, without a gradient.
 
-    Small blocks take about as long as what Python does between them.
+    In between, Python takes a noticeable part of the time of small blocks.
 
     Args:
         blocks: At least one.
