@@ -453,6 +453,10 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    def fixed_on_resume(self) -> set[str]:
+        """Return those settings of `free_on_resume` which the weights of this run do depend on."""
+        return set()
+
 
 # Settings that may change if the total batch stays the same.
 BATCH_SETTINGS = ("data.batch_size", "run.grad_accum_steps")
@@ -539,7 +543,7 @@ def check_unchanged(before: dict[str, Any], now: TrainConfig, is_same_batch: boo
     """
     # Settings that did not exist when the run was started are as they are by default.
     old, new = flattened(to_plain(type(now)())) | flattened(before), flattened(to_plain(now))
-    free = {*now.free_on_resume, *(BATCH_SETTINGS if is_same_batch else ())}
+    free = {*now.free_on_resume, *(BATCH_SETTINGS if is_same_batch else ())} - now.fixed_on_resume()
     changed = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())

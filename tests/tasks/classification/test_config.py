@@ -239,6 +239,15 @@ def test_options_of_the_model_may_not_change_either() -> None:
         check_unchanged(before, FULL)
 
 
+def test_a_diagnostic_goes_on_with_the_same_images_only() -> None:
+    config = ClassificationConfig(data=ClassificationDataConfig(path="recall:pairs=32"))
+    before = to_plain(config)
+    check_unchanged(before, config)
+    before["data"]["path"] = "recall:pairs=8"
+    with pytest.raises(ValueError, match=r"data\.path was recall:pairs=8 and is recall:pairs=32"):
+        check_unchanged(before, config)
+
+
 @pytest.mark.parametrize("config", [ClassificationConfig, MultilabelConfig, DetectionConfig, SegmentationConfig])
 def test_what_may_change_exists(config: type[TrainConfig]) -> None:
     # The modules of attentions are an empty dict by default.

@@ -27,6 +27,18 @@ WINDOWED = {
 }
 ABLATED_MAPS = ("relu", "relu_affine", "leaky_relu", "identity")
 OTHERS = (SOFTMAX, LINEAR["relu"], *BASELINES)
+ENHANCED, FOCUSED = (cell for cell in BASELINES if cell.label in ("enhanced", "focused"))
+# Where the convolution is, how large, and whether its kernels depend on the image.
+STATIC = {
+    side: attention_cell(
+        f"inline-lepe{side}", f"InLine, LePE {side} × {side}", "inline", local_residual=False, lepe=side
+    )
+    for side in (3, 5)
+}
+GATED = attention_cell("inline-gate", "InLine, local residual, gate", "inline", gate=True)
+IN_MLP = attention_cell("inline-mlp_conv", "InLine, MLP convolution", "inline", local_residual=False, mlp_conv=True)
+BOTH = attention_cell("inline-residual-mlp_conv", "InLine, local residual, MLP convolution", "inline", mlp_conv=True)
+BARE_FOCUSED = attention_cell("focused-plain", "focused, no convolution", "focused", value_conv=False)
 
 ABLATIONS = {
     "injectivity": Study(
@@ -66,5 +78,35 @@ ABLATIONS = {
         "each with the convolutions that belong to it.",
         (*OTHERS, INLINE["identity"]),
         tuple(Claim(f"InLine above {cell.label}", INLINE["identity"], cell) for cell in OTHERS),
+    ),
+    "convolution": Study(
+        "Place, size and kind of the convolution",
+        "Enhanced attention has a 3 × 3 convolution in the MLP, focused attention a 5 × 5 one of the values, and "
+        "InLine a 3 × 3 one of the values with kernels that depend on the image. InLine attention with each of these, "
+        "and with a gate.",
+        (
+            PLAIN_INLINE["identity"],
+            INLINE["identity"],
+            *STATIC.values(),
+            GATED,
+            IN_MLP,
+            BOTH,
+            ENHANCED,
+            FOCUSED,
+            BARE_FOCUSED,
+        ),
+        (
+            Claim("the local residual above none", INLINE["identity"], PLAIN_INLINE["identity"]),
+            Claim("the local residual above a static 3 × 3 convolution", INLINE["identity"], STATIC[3]),
+            Claim("static 5 × 5 above static 3 × 3", STATIC[5], STATIC[3]),
+            Claim("local residual and gate above the local residual", GATED, INLINE["identity"]),
+            Claim("the convolution in the MLP above the local residual", IN_MLP, INLINE["identity"]),
+            Claim("both above the convolution in the MLP", BOTH, IN_MLP),
+            Claim("InLine above enhanced, both with a convolution in the MLP", IN_MLP, ENHANCED),
+            Claim("InLine with both above enhanced", BOTH, ENHANCED),
+            Claim("InLine above focused, both with static 5 × 5", STATIC[5], FOCUSED),
+            Claim("InLine above focused, both without a convolution", PLAIN_INLINE["identity"], BARE_FOCUSED),
+        ),
+        expectation="what could explain it",
     ),
 }

@@ -150,6 +150,7 @@ COMPARISONS = {
             for cells in RECALL
             for claim in (*claims_about(cells, "inline", ("linear",)), *claims_about(cells, "softmax", ("inline",)))
         ),
+        other_seeds=3,
         expectation="expected of injectivity",
     ),
     "connectivity": Study(
@@ -162,6 +163,7 @@ COMPARISONS = {
             for cells in CONNECTIVITY
             for claim in (*claims_about(cells, "inline", ("linear",)), *claims_about(cells, "softmax", ("inline",)))
         ),
+        other_seeds=3,
         expectation="expected of injectivity",
     ),
 }

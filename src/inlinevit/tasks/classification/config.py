@@ -14,6 +14,7 @@ from ...engine.config import (
     TrainConfig,
 )
 from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
+from .diagnostics import PREFIXES
 
 # Prefixes of data that may have a root.
 ROOTED = ("torch", "hfds", "wds")
@@ -290,6 +291,10 @@ class ClassificationConfig(TrainConfig):
             f"data.batch_size is {self.data.batch_size}, but mixup pairs the images of a batch: choose an even one, or "
             "set augment.mixup and augment.cutmix to 0",
         )
+
+    def fixed_on_resume(self) -> set[str]:
+        """The path of a diagnostic is not a place, but says what its images show."""
+        return {"data.path"} if self.data.path.startswith(PREFIXES) else set()
 
 
 @dataclass(kw_only=True)
