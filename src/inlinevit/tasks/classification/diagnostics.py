@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import chain
 from math import isqrt
 from typing import Any, ClassVar
 
@@ -27,10 +28,13 @@ from .splits import SPELLINGS, SplitRequest
 # Images of a split. An epoch of training images is longer than any run that is meant here, so none of them comes twice.
 SAMPLES = {"train": 1_000_000, "val": 2_000, "test": 10_000}
 MOST_CELLS = 256
-BLACK, WHITE, RED = (0, 0, 0), (255, 255, 255), (255, 0, 0)
+BLACK, WHITE = (0, 0, 0), (255, 255, 255)
 # The smallest part of a maze, as a share of its nodes. A tree whose nodes have at most four neighbours can always be
 # cut like this.
 SMALLEST_PART = 0.25
+
+# Two nodes of a maze, each by its row and column.
+Pair = tuple[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class RecallSource(DiagnosticSource):
 
 @dataclass(frozen=True)
 class ConnectivitySource(DiagnosticSource):
-    """Path connectivity: two marked cells of a maze with two parts.
+    """Path connectivity: pairs of marked cells of a maze with two parts, which are all joined or all apart.
 
     The maze is a random tree without one edge, drawn on every second cell (its nodes) and between them (its edges). The
     maze, and two nodes with their images under rotations and reflections of the grid, are drawn before the class is
@@ -167,8 +171,10 @@ class ConnectivitySource(DiagnosticSource):
     path cells, not the sizes of the parts, not the distance of the marks, not where they are.
 
     Attributes:
-        near: The least distance of the marks, in nodes along the axes.
+        near: The least distance of the marks of a pair, in nodes along the axes.
         far: The greatest one.
+        pairs: Pairs of marks, each in a colour of its own. Models that average their tokens hardly see a single one,
+            and learn much later.
     """
 
     kind: ClassVar[str] = "connectivity"
@@ -178,10 +184,13 @@ class ConnectivitySource(DiagnosticSource):
     cell: int = 2
     near: int = 2
     far: int = 4
+    pairs: int = 1
 
     def check(self) -> None:
         super().check()
-        check_fields(self, self.kind, near=Range(1, MOST_CELLS), far=Range(1, MOST_CELLS))
+        distance = Range(1, MOST_CELLS)
+        # More would leave no room for another pair in some mazes.
+        check_fields(self, self.kind, near=distance, far=distance, pairs=Range(1, max(1, self.grid**2 // 32)))
         require(self.near <= self.far, f"connectivity has near {self.near} and far {self.far}: near may not be larger")
         # In a small maze with two parts, no two nodes at a great distance need to be in the same part.
         side = (self.grid + 1) // 2
@@ -200,9 +209,7 @@ class ConnectivitySource(DiagnosticSource):
         marks = None
         while marks is None:
             parents, parts = cut_tree(side, rng)
-            # Most mazes have a suitable pair; drawing another one takes longer than trying some.
-            tried = (self._mark(parts.reshape(side, side), bool(label), rng) for _ in range(8))
-            marks = next((found for found in tried if found is not None), None)
+            marks = self._marks(parts.reshape(side, side), rng)
         colors = np.full((self.grid, self.grid, 3), BLACK, np.uint8)
         colors[::2, ::2] = WHITE
         nodes = np.arange(side**2)
@@ -210,18 +217,27 @@ class ConnectivitySource(DiagnosticSource):
         inner = nodes[parents >= 0]
         # The cell between two nodes is at the mean of their places.
         colors[rows[inner] + rows[parents[inner]], columns[inner] + columns[parents[inner]]] = WHITE
-        for row, column in marks:
-            colors[2 * row, 2 * column] = RED
+        for pair, color in zip(marks[label], hues(self.pairs), strict=True):
+            for row, column in pair:
+                colors[2 * row, 2 * column] = color
         return colors.repeat(self.cell, axis=0).repeat(self.cell, axis=1)
 
-    def _mark(self, parts: NDArray[np.int64], joined: bool, rng: Generator) -> list[list[int]] | None:
-        """Return two nodes (row, column) of one part or of two; None if a pair was drawn without images of both kinds.
+    def _marks(self, parts: NDArray[np.int64], rng: Generator) -> list[list[Pair]] | None:
+        """Return pairs of nodes for each class, no node twice; None if they are not found in some tries."""
+        found: list[list[Pair]] = [[], []]
+        for _ in range(8 * self.pairs):
+            pair = self._pair(parts, rng)
+            # Whatever the class is, both have to be free.
+            if pair is None or any(set(new) & set(chain(*old)) for new, old in zip(pair, found, strict=True)):
+                continue
+            for new, old in zip(pair, found, strict=True):
+                old.append(new)
+            if len(found[0]) == self.pairs:
+                return found
+        return None
 
-        Args:
-            parts: The part of each node, (side, side).
-            joined: Whether the nodes should be of one part.
-            rng: Random numbers; it does not depend on `joined` whether None is returned.
-        """
+    def _pair(self, parts: NDArray[np.int64], rng: Generator) -> list[Pair] | None:
+        """Return two nodes (row, column) of two parts, and an image of them in one; None if there is no such image."""
         side = len(parts)
         distance = int(rng.integers(self.near, self.far + 1))
         down = int(rng.integers(max(0, distance - side + 1), min(distance, side - 1) + 1))
@@ -232,8 +248,8 @@ class ConnectivitySource(DiagnosticSource):
         chance = rng.random()
         if is_same.all() or not is_same.any():
             return None
-        suitable = images[is_same == joined]
-        return suitable[int(chance * len(suitable))].tolist()
+        suitable = (images[~is_same], images[is_same])
+        return [tuple(map(tuple, images[int(chance * len(images))].tolist())) for images in suitable]
 
 
 def symmetric_images(nodes: NDArray[np.int64], side: int) -> NDArray[np.int64]:
