@@ -14,8 +14,28 @@ def test_models_prints_one_row_per_model(capsys):
     output = capsys.readouterr().out
     for name, facts in CATALOG.items():
         (row,) = [line for line in output.splitlines() if f" {name} " in line]
-        assert f"{facts.parameters / 1e6:.2f}" in row
+        assert f" {facts.parameters:,} " in row
         assert f"{facts.gmacs:.2f}" in row
+
+
+# One projection more or less would not show in millions.
+DEIT_TINY = {
+    "mala": "6,337,192",
+    "rala": "6,337,192",
+    "polaformer": "6,640,552",
+    "agent": "6,015,640",
+    "vit3": "6,149,416",
+    "mhla": "5,793,832",
+    "circulant": "6,140,200",
+}
+
+
+def test_parameters_are_those_of_the_publications_to_the_digit(capsys):
+    cli.main(["models", "--filter", "*_deit_tiny"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, count in DEIT_TINY.items():
+        (row,) = [line for line in lines if f" {name}_deit_tiny " in line]
+        assert f" {count} " in row
 
 
 def test_models_as_json(capsys):

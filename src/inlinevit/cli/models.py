@@ -19,7 +19,8 @@ class ModelTable(NamedTuple):
         file: The stored table, a JSON file in this package; tools/model_tables.py writes it.
         caption: What the numbers are.
         name: Heading of the first column.
-        columns: (heading, format) of the other columns, by field of the stored table. Parameters are in millions.
+        columns: (heading, format) of the other columns, by field of the stored table; with a heading such as "params M",
+            in millions.
     """
 
     file: str
@@ -38,9 +39,9 @@ class ModelTable(NamedTuple):
     def row(self, name: str, facts: dict[str, Any]) -> list[str]:
         """Return the cells of a model, with a dash for values that are not known."""
         cells = [name]
-        for field, (_, form) in self.columns.items():
+        for field, (heading, form) in self.columns.items():
             value = facts[field]
-            if value is not None and field.endswith("parameters"):
+            if value is not None and heading.endswith(" M"):
                 value /= 1e6
             cells.append("–" if value is None else form.format(value))
         return cells
@@ -62,7 +63,7 @@ TABLES = {
         "model",
         {
             "input_size": ("input", "{}²"),
-            "parameters": ("params M", "{:.2f}"),
+            "parameters": ("parameters", "{:,}"),
             "gmacs": ("GMACs", "{:.2f}"),
             "top1": ("top-1 %", "{:.1f}"),
         },

@@ -17,7 +17,7 @@ import pytest
 
 from inlinevit import cli
 from inlinevit.experiments.reproduce import command, reproduce, workers
-from inlinevit.experiments.reproduce.cells import Ended
+from inlinevit.experiments.reproduce.cells import Ended, train_cell
 from inlinevit.experiments.reproduce.design import Run, Study
 from inlinevit.experiments.reproduce.studies import STUDIES, run_config
 from inlinevit.tasks.classification.config import ClassificationConfig
@@ -210,6 +210,64 @@ def test_a_whole_study_with_rates_in_tiny_runs(small_studies: dict[str, Study], 
     assert "70 images for training, 10 for evaluation" in log
     with pytest.raises(ValueError, match=r"(optimizer\.lr was|name another folder with --output)"):
         reproduce(["first/softmax"], data=data, output=str(tmp_path), steps=2)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("select", [True, False])
+def test_runs_of_a_record_count_as_finished(
+    small_studies: dict[str, Study], data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, select: bool
+) -> None:
+    def outcomes(folder: Path) -> dict[str, Any]:
+        return {key: (cell["runs"], cell["rates"]) for key, cell in read_json(folder / "results.json")["cells"].items()}
+
+    arguments: dict[str, Any] = {"data": data, "steps": 1, "select": select}
+    reproduce(["first/softmax"], output=str(tmp_path / "old"), **arguments)
+    old = read_json(tmp_path / "old" / "results.json")
+    record = str(tmp_path / "old" / "results.json")
+    trained = []
+
+    def counted(config: ClassificationConfig) -> Ended:
+        trained.append(Path(config.run.output).name)
+        return train_cell(config)
+
+    monkeypatch.setattr(workers, "train_cell", counted)
+    for _ in range(2):
+        reproduce(["second"], output=str(tmp_path / "new"), record=record, **arguments)
+        # Seed 0 of the cell of both studies is not trained again.
+        rates = [f"inline-lr{rate:g}" for rate in (0.001, 0.002, 0.004)] if select else []
+        assert trained == [*rates, "inline-seed0", "softmax-seed1", "inline-seed1"]
+    new = read_json(tmp_path / "new" / "results.json")
+    softmax = new["cells"]["softmax"]
+    assert softmax["runs"]["0"] == old["cells"]["softmax"]["runs"]["0"]
+    for name in ("rates", "lr", "parameters", "options", "recipe"):
+        assert softmax[name] == old["cells"]["softmax"][name]
+    assert softmax["rate_seconds"] == pytest.approx(old["cells"]["softmax"]["rate_seconds"])
+    # Runs that the folder has are kept.
+    (tmp_path / "changed.json").write_text(json.dumps(old).replace('"top1": ', '"top1": 1'))
+    reproduce(["second"], output=str(tmp_path / "new"), record=str(tmp_path / "changed.json"), **arguments)
+    assert outcomes(tmp_path / "new") == {key: (cell["runs"], cell["rates"]) for key, cell in new["cells"].items()}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_record_of_another_recipe_is_not_taken_over(
+    small_studies: dict[str, Study], data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reproduce(["first/softmax"], data=data, output=str(tmp_path / "old"), steps=1, select=False)
+    record = str(tmp_path / "old" / "results.json")
+    with pytest.warns(UserWarning, match="other recipes, lengths or learning rates, .* not taken over: softmax"):
+        reproduce(["first/softmax"], data=data, output=str(tmp_path / "new"), steps=2, select=False, record=record)
+    # It was trained instead.
+    assert (tmp_path / "new" / "softmax-seed0" / "training.log").exists()
+    # The learning rate was not chosen.
+    with pytest.warns(UserWarning, match="not taken over: softmax"):
+        reproduce(["first/softmax"], data=data, output=str(tmp_path / "chosen"), steps=1, record=record)
+    for text, problem in ((None, "there is no record"), ("{", "is not a record of runs"), ("[1]", "is not a record")):
+        if text is not None:
+            (tmp_path / "bad.json").write_text(text)
+        command = ["reproduce", "--record", str(tmp_path / "bad.json"), "--output", str(tmp_path / "bad")]
+        with pytest.raises(SystemExit):
+            cli.main(command)
+        assert problem in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("in_this_process")

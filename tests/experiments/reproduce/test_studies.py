@@ -1,5 +1,6 @@
 """The table of studies, the order of its runs, and the recipes that are rows of it."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def test_rates_are_chosen_without_test_images(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.schedule.min_lr, config.schedule.steps) == (0.004, 4e-5, 488)
     assert run_config(runs[0], data="folder").data.path == "folder/train"
     assert run_config(runs[3]).data.eval_split == "val"
-    assert steps_of(runs[3]) == 750
+    assert steps_of(runs[3]) == 1000
     assert run_config(Run(runs[3].cell, 0)).data.eval_split == "test"
 
 
@@ -161,7 +162,7 @@ def test_description_names_all() -> None:
     assert all(f"{name}: {study.title}" in text for name, study in STUDIES.items())
     assert all(f"/{cell.key}, " in text for cell in CELLS)
     runs = plan(STUDIES)
-    assert f"{len(CELLS)} different cells, {len(runs)} runs of 1,500 or 3,905 steps" in text
+    assert f"{len(CELLS)} different cells, {len(runs)} runs of 2,000 or 3,905 steps" in text
     assert f"{3 * len(CELLS)} shorter ones" in text
     assert "200 steps; about" in describe_studies(["softmax"], steps=200, select=False)
 
@@ -172,7 +173,8 @@ def test_estimates_follow_steps_images_and_finished_runs(tmp_path: Path) -> None
     full = run_hours(run, tmp_path)
     assert full == pytest.approx(SECONDS_PER_STEP["reproduce"] * (steps_of(run) + 60) / 3600)
     (tmp_path / "softmax-seed3").mkdir()
-    (tmp_path / "softmax-seed3" / "results.json").write_text("{}")
+    metrics = {"metrics": {"top1": 50.0, "loss": 1.0}}
+    (tmp_path / "softmax-seed3" / "results.json").write_text(json.dumps(metrics))
     (tmp_path / "softmax-seed3" / "time.json").write_text(f'{{"seconds": 1.0, "cpu_seconds": {3600 * 2 * full}}}')
     assert run_hours(run, tmp_path) == pytest.approx(2 * full)
     small, large = (STUDIES["connectivity"].cells[place] for place in (0, -1))

@@ -23,6 +23,7 @@ def reproduce(
     steps: int | None = None,
     select: bool = True,
     device: str | None = None,
+    record: str | None = None,
 ) -> int:
     """Train the missing runs of some studies, print their tables, and write all results.
 
@@ -42,6 +43,8 @@ def reproduce(
         select: Choose the learning rate of each cell from three, by short runs that are evaluated on held-out training
             images; without, that of the recipe is used.
         device: Where to compute, such as cpu or cuda; null = the best device there is.
+        record: The results.json of another folder of runs: they count as finished in this one, if their recipe is the
+            same; those that this folder has already stay.
 
     Returns:
         0, or 1 if a run failed for another reason than divergence.
@@ -52,8 +55,8 @@ def reproduce(
     for option in ("jobs", "device"):
         is_used = data is not None or {"jobs": jobs, "device": device}[option] is None
         require(is_used, f"{option} has no effect without data: give --data, too")
-    for option, text in (("data", data), ("output", output)):
-        require(text is None or bool(text.strip()), f"{option} is empty: name a folder, or leave it out")
+    for option, text in (("data", data), ("output", output), ("record", record)):
+        require(text is None or bool(text.strip()), f"{option} is empty: name one, or leave it out")
     is_any_generated = any(cell.is_generated for cell in cells_of(chosen.values()))
     require(
         data != GENERATED or is_any_generated,
@@ -66,7 +69,15 @@ def reproduce(
 
     jobs = jobs or os.cpu_count() or 1
     return run_studies(
-        chosen, data=data, output=output, jobs=jobs, seeds=seeds, steps=steps, select=select, device=device
+        chosen,
+        data=data,
+        output=output,
+        jobs=jobs,
+        seeds=seeds,
+        steps=steps,
+        select=select,
+        device=device,
+        record=record,
     )
 
 

@@ -17,6 +17,8 @@ from ...tasks.classification.task import Classification
 from ...utils.atomic import atomic_write_json, make_output_dir
 
 RESULTS, DIVERGED, TIME, LOCK, LOG = "results.json", "diverged.json", "time.json", ".lock", "training.log"
+# In place of all others, for a run that is taken over from a record.
+RECORDED = "recorded.json"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Outcome:
     Attributes:
         top1: Final top-1 accuracy on the test images in percent; None if it diverged.
         loss: Mean loss on the test images; None if it diverged.
-        diverged_step: The step in which it diverged; None if it did not.
+        diverged_step: The step in which it diverged; None if it did not, or if it is not known.
         diverged_what: What was not finite.
         seconds: Wall time; None if unknown.
         cpu_seconds: Processor time.
@@ -42,7 +44,9 @@ class Outcome:
     @property
     def words(self) -> str:
         """The accuracy or the step of divergence, for a table."""
-        return f"{self.top1:.2f}" if self.top1 is not None else f"diverged in step {self.diverged_step}"
+        if self.top1 is not None:
+            return f"{self.top1:.2f}"
+        return "diverged" if self.diverged_step is None else f"diverged in step {self.diverged_step}"
 
 
 class Ended(NamedTuple):
@@ -59,6 +63,8 @@ class Ended(NamedTuple):
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Return the outcome of the run in a folder; None if it is not finished."""
+    if (folder / RECORDED).exists():
+        return Outcome(**read_json(folder / RECORDED)["outcome"])
     times = read_json(folder / TIME) if (folder / TIME).exists() else {}
     if (folder / RESULTS).exists():
         metrics = read_json(folder / RESULTS)["metrics"]

@@ -1,5 +1,6 @@
 """Run studies: find missing runs, train them, print and write the results."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ...engine.config import check_unchanged, read_plain
+from ...engine.results import shorten_list
 from ...engine.setup import resolve_device
 from ...report import rich_table, wide_console
 from ...tasks.classification.config import ClassificationConfig
@@ -20,8 +22,8 @@ from .cells import Ended, Outcome, read_outcome
 from .design import Run, Study
 from .page import write_page
 from .rates import chosen_rate
-from .record import Record, found_runs, gather
-from .studies import GENERATED, STUDIES, cells_of, plan, rate_runs, run_config, seeds_by_cell
+from .record import Record, gather, read_record, restore
+from .studies import GENERATED, STUDIES, cells_of, found_runs, plan, rate_runs, run_config, seeds_by_cell
 from .tables import cells_tables, claims_table
 from .workers import Workers
 
@@ -38,6 +40,7 @@ def run_studies(
     steps: int | None,
     select: bool,
     device: str | None,
+    record: str | None,
 ) -> int:
     """Train and show some studies, by name; the other arguments are those of reproduce()."""
     if device is not None:
@@ -55,6 +58,8 @@ def run_studies(
         return run_config(run, lr=rate, **settings)
 
     check_folder(folder, config_of, select)
+    if record is not None:
+        take_over(Path(record), folder, steps, select)
     outcomes = {run.name: read_outcome(folder / run.name) for run in [*choosing, *runs]}
     missing = [run for run in [*choosing, *runs] if outcomes[run.name] is None]
     trained = [run for run in missing if data is not None and (run.cell.is_generated or data != GENERATED)]
@@ -62,7 +67,7 @@ def run_studies(
         check_data(data, [config_of(run) for run in trained if not run.cell.is_generated][:1])
     make_output_dir(folder)
 
-    def record() -> Record:
+    def write_record() -> Record:
         """Write the present results."""
         gathered = gather(folder, seeds=counts, jobs=jobs, steps=steps, select=select)
         gathered.write(folder / RECORD)
@@ -76,7 +81,7 @@ def run_studies(
                 outcome = read_outcome(folder / name) if ended and ended.how == "finished" else None
                 progress.update(name, ended, outcome)
                 if outcome is not None:
-                    record()
+                    write_record()
 
             # Without its learning rate, a run has to wait for the command that is choosing it.
             ready = [
@@ -91,7 +96,7 @@ def run_studies(
     if any(run in choosing for run in trained):
         code = train(choosing).conclude(folder, "runs that choose learning rates", waiting)
     progress = train(runs)
-    final = record()
+    final = write_record()
     console = wide_console(new_console())
     for study in studies.values():
         for table in cells_tables(study, final):
@@ -118,6 +123,22 @@ def check_folder(folder: Path, config_of: Callable[[Run], ClassificationConfig],
             # The same problem, but another remedy.
             problem = str(error).rpartition(": ")[0]
             raise ValueError(f"{problem}: name another folder with --output, or remove {folder / run.name}") from error
+
+
+def take_over(file: Path, folder: Path, steps: int | None, select: bool) -> None:
+    """Let the runs of a record count as finished in a folder, and warn about those of other recipes."""
+    require(file.is_file(), f"there is no record {file}: name the results.json of a folder of runs, with --record")
+    try:
+        found = read_record(file)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is not a record of runs: name the results.json of a folder of runs") from error
+    others = restore(found, folder, steps=steps, select=select)
+    if others:
+        warnings.warn(
+            f"{file} has runs of other recipes, lengths or learning rates, which are not taken over: "
+            f"{shorten_list(others)}",
+            stacklevel=2,
+        )
 
 
 def check_data(data: str | None, configs: Sequence[ClassificationConfig]) -> None:

@@ -1,10 +1,11 @@
 """How much processor time a run takes: by finished runs of its cell, or else by what its recipe took once."""
 
-import json
 from pathlib import Path
+from statistics import mean
 
+from .cells import read_outcome
 from .design import Cell, Run
-from .studies import recipe_of, steps_of
+from .studies import found_runs, recipe_of, steps_of
 
 # Seconds of one core for a step of 64 images on an AMD EPYC, about: attentions and windows differ by a factor of two,
 # and finished runs of a cell are the better source.
@@ -18,7 +19,6 @@ SECONDS_PER_STEP = {
 OTHER_SECONDS = 0.1
 # An evaluation of all test images takes about as long as so many steps.
 EVALUATION_STEPS = 60
-TIME = "time.json"
 
 
 def run_hours(run: Run, output: Path, steps: int | None = None) -> float:
@@ -47,9 +47,7 @@ def base_size(cell: Cell) -> int:
 def measured_seconds(cell: Cell, output: Path, steps: int | None = None) -> float | None:
     """Return the mean processor time of a step in the finished runs of a cell; None if there are none."""
     length = steps_of(Run(cell, 0), steps)
-    found = []
-    for results in output.glob(f"{cell.key}-seed*/results.json"):
-        times = results.parent / TIME
-        if results.parent.name.removeprefix(f"{cell.key}-seed").isdecimal() and times.exists():
-            found.append(json.loads(times.read_text())["cpu_seconds"] / (length + EVALUATION_STEPS))
-    return sum(found) / len(found) if found else None
+    outcomes = [read_outcome(output / run.name) for run in found_runs(output, cell)]
+    # Those that diverged ended early.
+    times = [one.cpu_seconds for one in outcomes if one and one.top1 is not None and one.cpu_seconds is not None]
+    return mean(times) / (length + EVALUATION_STEPS) if times else None

@@ -1,5 +1,6 @@
 """The record of all runs of a folder."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,11 +15,11 @@ from ...benchmark.machine import pinned_threads
 from ...models.catalog import count_parameters
 from ...report import environment
 from ...tasks.classification.model import build_model
-from ...utils.atomic import atomic_write_json
-from .cells import Outcome, read_outcome
+from ...utils.atomic import atomic_write_json, make_output_dir
+from .cells import RECORDED, Outcome, read_json, read_outcome
 from .design import Cell, Run
 from .rates import chosen_rate, tried_rates
-from .studies import STUDIES, cells_of, recipe_of, run_config, seeds_by_cell, steps_of
+from .studies import STUDIES, cells_of, found_runs, rates_of, recipe_of, run_config, seeds_by_cell, steps_of
 
 
 @dataclass
@@ -33,6 +34,7 @@ class CellRecord:
         rates: Accuracies on held-out training images by learning rate, for the choice; None = it diverged.
         steps: Training steps of a run; None if not known.
         batch_size: Images of a step; None if not known.
+        recipe: A digest of the recipe with its changes; None if not known.
         rate_seconds: Processor time of the choice.
     """
 
@@ -43,6 +45,7 @@ class CellRecord:
     rates: dict[float, float | None] = field(default_factory=dict)
     steps: int | None = None
     batch_size: int | None = None
+    recipe: str | None = None
     rate_seconds: float = 0.0
 
     @property
@@ -129,21 +132,70 @@ def gather(
         recipe = recipe_of(cell)
         record = cells[cell.key] = CellRecord(recipe["model"]["kwargs"])
         record.steps, record.batch_size = steps_of(Run(cell, 0), steps), recipe["data"]["batch_size"]
-        classes = 0
+        record.recipe = recipe_digest(cell, steps)
         for run in found_runs(output, cell):
             if (outcome := read_outcome(output / run.name)) is not None:
                 record.runs[run.seed] = outcome
-                classes = len(json.loads((output / run.name / "classes.json").read_text()))
+                record.parameters = run_parameters(output, run)
         if select:
             tried = tried_rates(output, cell)
             record.rates = {rate: outcome.top1 for rate, outcome in tried.items()}
             record.rate_seconds = sum(outcome.cpu_seconds or 0.0 for outcome in tried.values())
         record.lr = chosen_rate(output, cell) if select else recipe["optimizer"]["lr"]
-        if record.runs:
-            record.parameters = parameters_of(cell, classes)
     settings = {"jobs": jobs, "select": select, "seeds": dict(seeds)}
     with pinned_threads(1):
         return Record(settings, cells)
+
+
+def restore(record: Record, output: Path, *, steps: int | None = None, select: bool = True) -> list[str]:
+    """Take the runs of a record over into a folder, where they count as finished; those it has already stay.
+
+    Args:
+        record: Of a folder that may not exist any more.
+        output: The folder.
+        steps: Training steps of each run; None = as in its recipe.
+        select: Whether learning rates are chosen; if so, the choice is taken over, too.
+
+    Returns:
+        The cells that are left out, because they were trained by another recipe, or with another learning rate.
+    """
+    others = []
+    for cell in cells_of(STUDIES.values()):
+        found = record.cells.get(cell.key)
+        if found is None or not (found.runs or found.rates):
+            continue
+        is_chosen = set(found.rates) == set(rates_of(cell)) if found.runs else True
+        is_usual = found.lr == recipe_of(cell)["optimizer"]["lr"]
+        if found.recipe != recipe_digest(cell, steps) or not (is_chosen if select else is_usual):
+            others.append(cell.key)
+            continue
+        runs = {Run(cell, seed): outcome for seed, outcome in found.runs.items()}
+        if select:
+            seconds = found.rate_seconds / max(1, len(found.rates))
+            runs |= {Run(cell, 0, rate): Outcome(top1, cpu_seconds=seconds) for rate, top1 in found.rates.items()}
+        for run, outcome in runs.items():
+            folder = output / run.name
+            if not folder.exists():
+                make_output_dir(folder)
+                content = {"outcome": asdict(outcome), "parameters": found.parameters}
+                atomic_write_json(folder / RECORDED, content)
+    return others
+
+
+def recipe_digest(cell: Cell, steps: int | None = None) -> str:
+    """Return a digest of what a cell's runs depend on besides the data, the learning rate and the seed."""
+    recipe = recipe_of(cell)
+    recipe["schedule"]["steps"] = steps_of(Run(cell, 0), steps)
+    parts = {name: part for name, part in recipe.items() if name != "run"}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def run_parameters(output: Path, run: Run) -> int | None:
+    """Return the number of parameters of a finished run's model."""
+    folder = output / run.name
+    if (folder / RECORDED).exists():
+        return read_json(folder / RECORDED)["parameters"]
+    return parameters_of(run.cell, len(json.loads((folder / "classes.json").read_text())))
 
 
 @cache
@@ -151,9 +203,3 @@ def parameters_of(cell: Cell, classes: int) -> int:
     """Return the number of parameters of a cell's model."""
     with torch.device("meta"):
         return count_parameters(build_model(run_config(Run(cell, 0)).model, classes))
-
-
-def found_runs(output: Path, cell: Cell) -> list[Run]:
-    """Return the runs of a cell that have a folder, without those that choose its learning rate."""
-    seeds = [folder.name.removeprefix(Run(cell, 0).name[:-1]) for folder in output.glob(f"{cell.key}-seed*")]
-    return [Run(cell, seed) for seed in sorted(int(text) for text in seeds if text.isdecimal())]

@@ -94,6 +94,12 @@ def rate_runs(cells: Iterable[Cell]) -> list[Run]:
     return [Run(cell, 0, rate) for cell in cells for rate in rates_of(cell)]
 
 
+def found_runs(output: Path, cell: Cell) -> list[Run]:
+    """Return the runs of a cell that have a folder, without those that choose its learning rate."""
+    seeds = [folder.name.removeprefix(Run(cell, 0).name[:-1]) for folder in output.glob(f"{cell.key}-seed*")]
+    return [Run(cell, seed) for seed in sorted(int(text) for text in seeds if text.isdecimal())]
+
+
 def rates_of(cell: Cell) -> list[float]:
     """Return the learning rates to choose from."""
     return [factor * recipe_of(cell)["optimizer"]["lr"] for factor in RATES]
