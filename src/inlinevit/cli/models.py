@@ -19,8 +19,8 @@ class ModelTable(NamedTuple):
         file: The stored table, a JSON file in this package; tools/model_tables.py writes it.
         caption: What the numbers are.
         name: Heading of the first column.
-        columns: (heading, format) of the other columns, by field of the stored table; with a heading such as "params M",
-            in millions.
+        columns: (heading, format) of the other columns, by field of the stored table. Values are in millions if the
+            heading ends with M.
     """
 
     file: str

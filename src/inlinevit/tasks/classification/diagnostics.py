@@ -223,33 +223,36 @@ class ConnectivitySource(DiagnosticSource):
         return colors.repeat(self.cell, axis=0).repeat(self.cell, axis=1)
 
     def _marks(self, parts: NDArray[np.int64], rng: Generator) -> list[list[Pair]] | None:
-        """Return pairs of nodes for each class, no node twice; None if they are not found in some tries."""
+        """Return pairs of nodes for each class, no node twice; None if they are not found in some tries.
+
+        Args:
+            parts: The part of each node, (side, side).
+            rng: Random numbers.
+        """
+        side, tries = len(parts), 8 * self.pairs
+        distance = rng.integers(self.near, self.far + 1, tries)
+        down = rng.integers(np.maximum(0, distance - side + 1), np.minimum(distance, side - 1) + 1)
+        steps = np.stack([down, distance - down], axis=-1)
+        first = rng.integers(side - steps)
+        # (8 images, tries, 2 nodes of a pair, row and column)
+        images = symmetric_images(np.stack([first, first + steps], axis=1), side)
+        own = parts[images[..., 0], images[..., 1]]
+        is_same = own[..., 0] == own[..., 1]
+        chances = rng.random(tries)
         found: list[list[Pair]] = [[], []]
-        for _ in range(8 * self.pairs):
-            pair = self._pair(parts, rng)
+        for place in np.flatnonzero(is_same.any(axis=0) & ~is_same.all(axis=0)):
+            # Images of the pair in two parts, and in one.
+            suitable = [np.flatnonzero(is_same[:, place] == joined) for joined in (False, True)]
+            chosen = [images[one[int(chances[place] * len(one))], place].tolist() for one in suitable]
+            pairs = [((one[0], one[1]), (other[0], other[1])) for one, other in chosen]
             # Whatever the class is, both have to be free.
-            if pair is None or any(set(new) & set(chain(*old)) for new, old in zip(pair, found, strict=True)):
+            if any(set(new) & set(chain(*old)) for new, old in zip(pairs, found, strict=True)):
                 continue
-            for new, old in zip(pair, found, strict=True):
+            for new, old in zip(pairs, found, strict=True):
                 old.append(new)
             if len(found[0]) == self.pairs:
                 return found
         return None
-
-    def _pair(self, parts: NDArray[np.int64], rng: Generator) -> list[Pair] | None:
-        """Return two nodes (row, column) of two parts, and an image of them in one; None if there is no such image."""
-        side = len(parts)
-        distance = int(rng.integers(self.near, self.far + 1))
-        down = int(rng.integers(max(0, distance - side + 1), min(distance, side - 1) + 1))
-        row, column = (int(rng.integers(side - step)) for step in (down, distance - down))
-        nodes = np.array([[row, column], [row + down, column + distance - down]])
-        images = symmetric_images(nodes, side)
-        is_same = parts[tuple(images[:, 0].T)] == parts[tuple(images[:, 1].T)]
-        chance = rng.random()
-        if is_same.all() or not is_same.any():
-            return None
-        suitable = (images[~is_same], images[is_same])
-        return [tuple(map(tuple, images[int(chance * len(images))].tolist())) for images in suitable]
 
 
 def symmetric_images(nodes: NDArray[np.int64], side: int) -> NDArray[np.int64]:
