@@ -15,6 +15,7 @@ from ..engine.setup import make_optimizer
 from ..recipes import load_recipe, merge
 from ..tasks.classification.config import ClassificationConfig
 from ..tasks.classification.model import build_model
+from ..utils.memory import keep_freed_memory
 from ..utils.seeding import set_seed
 from ..utils.validation import Range, check_value, require
 from .machine import GEMM_FLOPS, describe_machine, gemm, pinned_threads
@@ -56,6 +57,8 @@ def measure_steps(
     content = load_recipe(recipe, "classification")
     config = config_from_dict(ClassificationConfig, merge(content, {"model": {"kwargs": kwargs or {}}}))
     size, batch = config.model.img_size or 224, config.data.batch_size
+    # As the trainer does.
+    keep_freed_memory()
     with pinned_threads(threads):
         machine = describe_machine(torch.device("cpu"))
         steps: dict[str, Callable[[], object]] = {}

@@ -1,5 +1,8 @@
 """Available memory, and errors for what cannot fit into it, before any of it is allocated."""
 
+import ctypes
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,10 @@ GIGABYTE = 1e9
 FLOAT_BYTES = 4
 # Where Linux has the memory limit and usage of a container.
 CGROUP = Path("/sys/fs/cgroup")
+# Of glibc: numbers of its options, and variables that set the same.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+MMAP_THRESHOLD, KEPT_BYTES = 32 * 2**20, 2**30
 
 
 def available_memory() -> int:
@@ -61,3 +68,21 @@ def require_memory_for_model(build: Callable[[], nn.Module], name: str, remedy: 
         return
     needed = sum(weight.numel() * weight.element_size() for weight in model.state_dict().values())
     require_memory(needed, f"the weights of {name}", remedy)
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep up to KEPT_BYTES of freed memory for this process, for loops that allocate the same again.
+
+    By default, it returns freed memory to the system when the end of the heap is free, as after each training step, and
+    the pages of the next step are mapped and cleared again.
+
+    Returns:
+        Whether it is in effect; not with other C libraries, or if the environment sets one of MALLOC_VARIABLES.
+    """
+    if any(name in os.environ for name in MALLOC_VARIABLES):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        return False
+    # Setting one ends glibc's own adjustment of both; this is the largest threshold that it would choose by itself.
+    return bool(mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
