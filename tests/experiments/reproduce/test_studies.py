@@ -1,7 +1,7 @@
 """The table of studies, the order of its runs, and the recipes that are rows of it."""
 
 import json
-import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from inlinevit.cli.train import parse_config
 from inlinevit.engine.config import flattened, to_plain
-from inlinevit.experiments.reproduce import describe_studies
+from inlinevit.experiments.reproduce import describe_studies, studies
 from inlinevit.experiments.reproduce.ablations import SOFTMAX, WINDOWED
-from inlinevit.experiments.reproduce.comparison import COMPARED, CORES, NOTHING
+from inlinevit.experiments.reproduce.comparison import COMPARED, COMPILED, CORES, NOTHING
 from inlinevit.experiments.reproduce.design import Cell, Run, Study
 from inlinevit.experiments.reproduce.estimate import SECONDS_PER_STEP, run_hours
+from inlinevit.experiments.reproduce.record import recipe_digest
 from inlinevit.experiments.reproduce.studies import (
     STUDIES,
     cells_of,
@@ -26,7 +27,6 @@ from inlinevit.experiments.reproduce.studies import (
     seeds_by_cell,
     steps_of,
 )
-from inlinevit.experiments.reproduce.tables import train_command
 from inlinevit.layers import ATTENTIONS
 from inlinevit.recipes import HOME
 from inlinevit.tasks.classification.model import build_model
@@ -71,13 +71,6 @@ def test_patterns_choose_cells() -> None:
     assert len(chosen["recall"].cells) == 5
 
 
-@pytest.mark.parametrize("cell", slow_except(CELLS, *CELLS[::19]), ids=[cell.key for cell in CELLS])
-def test_a_command_trains_each_row_alone(cell: Cell) -> None:
-    words = shlex.split(train_command(cell, seed=1, lr=0.004))
-    assert words[:2] == ["inlinevit", "train"]
-    assert parse_config(words[2:]) == run_config(Run(cell, 1), lr=0.004)
-
-
 @pytest.mark.parametrize(
     "cell", [SOFTMAX, WINDOWED[16, True], COMPARED["plain"]["softmax"]], ids=lambda cell: cell.recipe
 )
@@ -92,9 +85,23 @@ def test_runs_of_one_model_differ_in_its_options_only() -> None:
         first, *others = [flattened(to_plain(run_config(Run(cell, 0)))) for cell in cells]
         for other in others:
             changed = {name for name in first.keys() | other.keys() if first.get(name) != other.get(name)}
-            own = ("model.kwargs.attention", "model.kwargs.attn_kwargs", "model.kwargs.window_size", "run.output")
+            kwargs = ("attention", "attn_kwargs", "window_size")
+            own = (*(f"model.kwargs.{name}" for name in kwargs), "run.compile", "run.output")
             sizes = ("data.path", "data.batch_size", "model.img_size", "model.kwargs.num_heads")
             assert all(name.startswith((*own, *(sizes if cells[0].is_generated else ()))) for name in changed)
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_rows_with_many_operators_are_compiled_where_there_is_a_compiler(
+    available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(COMPILED) < set(CORES)
+    monkeypatch.setattr(studies, "has_compiler", lambda: available)
+    for name, cell in COMPARED["common"].items():
+        assert run_config(Run(cell, 0)).run.compile == (available and name in COMPILED)
+    # The results of a machine without a compiler are those of the same recipe.
+    cell = COMPARED["plain"]["mala"]
+    assert recipe_digest(cell) == recipe_digest(replace(cell, changes={}))
 
 
 def test_runs_on_cifar10_have_five_epochs() -> None:

@@ -33,7 +33,7 @@ COLUMNS: dict[str, Mapping[str, Cell]] = {
     "CIFAR-10, plain": COMPARED["plain"],
     "CIFAR-10, LePE and gate": COMPARED["common"],
     "recall, 32 pairs": RECALL[1],
-    "connectivity": CONNECTIVITY[0],
+    "connectivity, LePE and gate": CONNECTIVITY[0],
 }
 
 

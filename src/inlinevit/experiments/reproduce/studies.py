@@ -1,5 +1,7 @@
 """All studies, their runs in order, and the config of each run."""
 
+import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -160,9 +162,16 @@ def run_config(
             "device": device,
             "eval_every": length,
             "log_every": max(1, length // 10),
+            **({} if has_compiler() else {"compile": False}),
         },
     }
     return config_from_dict(ClassificationConfig, merge(recipe, changes))
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether there is the C++ compiler that torch.compile needs on CPUs."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def data_of(run: Run, data: str) -> dict[str, Any]:

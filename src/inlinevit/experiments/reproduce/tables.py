@@ -1,15 +1,12 @@
 """The tables of a record, in a terminal and in Markdown."""
 
-import json
-import shlex
 from statistics import mean
 
-from ...engine.config import flattened
 from ...report import Table, markdown_table
-from .design import Cell, Run, Study
+from .design import Cell, Study
 from .record import CellRecord, Record
 from .statistics import CONFIDENCE, Verdict, judge, mean_interval
-from .studies import DATA, GENERATED, OUTPUT, STUDIES, base_recipe, recipe_of
+from .studies import DATA, GENERATED, STUDIES
 
 MISSING = "–"
 HEADINGS = ("attention", "seeds", "top-1 %", "learning rate", "parameters", "CPU minutes per run")
@@ -118,41 +115,9 @@ def change_of(before: Verdict, now: Verdict) -> str:
     return "no" if before.word == now.word else "yes"
 
 
-def train_command(cell: Cell, seed: int = 0, lr: float | None = None) -> str:
-    """Return the `inlinevit train` command of one run."""
-    recipe = base_recipe(cell.recipe)
-    given, changed = recipe["model"]["kwargs"], flattened(cell.changes)
-    words = ["inlinevit", "train", "--config", cell.recipe]
-    if not cell.is_generated:
-        words += ["--data.path", DATA]
-    for name, value in changed.items():
-        if flattened(recipe).get(name) != value:
-            words += [f"--{name}", str(value)]
-    for name, value in cell.kwargs.items():
-        if given.get(name) != value:
-            text = json.dumps(value) if isinstance(value, dict) else "null" if value is None else str(value)
-            words += [f"--model.kwargs.{name}", text]
-    base = recipe_of(cell)["optimizer"]["lr"]
-    if lr is not None and lr != base:
-        for name, value in rate_fields(cell, lr).items():
-            words += [f"--{name}", f"{value:g}"]
-    if cell.is_generated:
-        words += ["--data.eval_split", "test"]
-    return shlex.join([*words, "--run.seed", str(seed), "--run.output", f"{OUTPUT}/{Run(cell, seed).name}"])
-
-
-def rate_fields(cell: Cell, lr: float) -> dict[str, float]:
-    """Return the fields of a config that belong to a learning rate, by name."""
-    recipe = recipe_of(cell)
-    scale = lr / recipe["optimizer"]["lr"]
-    schedule = {f"schedule.{name}": scale * recipe["schedule"][name] for name in ("min_lr", "warmup_lr")}
-    return {"optimizer.lr": lr, **schedule}
-
-
 def study_markdown(name: str, record: Record) -> str:
-    """Return a study in Markdown: question, tables, claims, and its commands."""
+    """Return a study in Markdown: question, tables, claims, and its command."""
     study = STUDIES[name]
-    commands = "\n".join(train_command(cell, lr=lr_of(cell, record)) for cell in study.cells)
     data = GENERATED if all(cell.is_generated for cell in study.cells) else DATA
     parts = [study.question]
     for table in cells_tables(study, record):
@@ -160,16 +125,8 @@ def study_markdown(name: str, record: Record) -> str:
         parts += [*([f"**{group}**"] if group else []), markdown_table(table)]
     if study.claims:
         parts.append(markdown_table(claims_table(study, record)))
-    parts.append(
-        "<details><summary>Commands: the study, and each row with seed 0</summary>\n\n"
-        f"```sh\ninlinevit reproduce {name} --data {data}\n```\n\n```sh\n{commands}\n```\n\n</details>"
-    )
+    parts.append(f"```sh\ninlinevit reproduce {name} --data {data}\n```")
     return "\n\n".join(parts) + "\n"
-
-
-def lr_of(cell: Cell, record: Record) -> float | None:
-    """Return the learning rate of a cell's runs; None if it is not known."""
-    return record.cells.get(cell.key, CellRecord({})).lr
 
 
 def summary_markdown(record: Record) -> str:

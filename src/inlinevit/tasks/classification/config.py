@@ -65,8 +65,8 @@ class ClassificationDataConfig(ImageDataConfig):
     path: str = "embedded"
     """A folder of class folders, a tar file of them, or a folder with train and val (or validation, test) of either
     kind; "embedded"; "fashion-mnist:FOLDER"; images that are drawn when they are read, with options as in
-    "recall:pairs=8,grid=8" and "connectivity:grid=16"; or a name that timm.data knows by its prefix: torch/cifar10,
-    hfds/NAME, wds/FOLDER."""
+    "recall:pairs=8,grid=8" and "connectivity:pairs=8,grid=16"; or a name that timm.data knows by its prefix:
+    torch/cifar10, hfds/NAME, wds/FOLDER."""
     train_split: str | None = None
     """Name of the split to train on, which must exist; null = train or training, or data that are not divided."""
     eval_split: str | None = None

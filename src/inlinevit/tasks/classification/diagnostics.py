@@ -189,8 +189,9 @@ class ConnectivitySource(DiagnosticSource):
     def check(self) -> None:
         super().check()
         distance = Range(1, MOST_CELLS)
-        # More would leave no room for another pair in some mazes.
-        check_fields(self, self.kind, near=distance, far=distance, pairs=Range(1, max(1, self.grid**2 // 32)))
+        # More would hardly ever have room for another pair.
+        most = max(1, min(self.grid // 2, self.grid**2 // 32))
+        check_fields(self, self.kind, near=distance, far=distance, pairs=Range(1, most))
         require(self.near <= self.far, f"connectivity has near {self.near} and far {self.far}: near may not be larger")
         # In a small maze with two parts, no two nodes at a great distance need to be in the same part.
         side = (self.grid + 1) // 2
