@@ -46,6 +46,10 @@ class ImageSetConfig:
 class ImageDataConfig(PixelConfig, ImageSetConfig):
     """Images for training and evaluation, how they are loaded, and what their values mean."""
 
+    cache: bool = False
+    """Keep decoded training images in memory, for data sets of small images: each is decoded once instead of in every
+    epoch. Each data worker has a cache of its own."""
+
     def __post_init__(self) -> None:
         check_fields(
             self,

@@ -13,12 +13,15 @@ from ...data.images import decode_image, decompression_bomb_limit, describe_imag
 from ...data.loader import EvalLoader, ShuffledLoader, StreamLoader, TrainLoader
 from ...data.pixels import AnyImage, PixelFormat
 from ...data.samplers import ShardedSampler
+from ...utils.memory import require_memory
+from ...utils.validation import require
 from .config import ImageDataConfig
 from .shards import ShardImages, ShardSource
 from .sources import ImageSource, take_subset
 
 # The label of an image that cannot be used.
 NO_LABEL = -1
+CACHE = "a cache of all training images (data.cache)"
 
 # An image as a tensor, its label, and what was wrong with images that could not be used.
 Sample = tuple[Tensor, int, list[str]]
@@ -37,6 +40,7 @@ class LabelledImages(Dataset[Sample]):
         num_targets: Labels must be below this: the number of classes, or of rows in a table of targets.
         tries: How many images to try; 1 = never take another one.
         max_pixels: Images with more pixels cannot be used; None = Pillow's limit.
+        cache: Whether to keep decoded images in memory.
     """
 
     def __init__(
@@ -47,9 +51,12 @@ class LabelledImages(Dataset[Sample]):
         num_targets: int,
         tries: int = 1,
         max_pixels: int | None = None,
+        cache: bool = False,
     ) -> None:
         self.source, self.transform, self.pixel_format = source, transform, pixel_format
         self.num_targets, self.tries, self.max_pixels = num_targets, tries, max_pixels
+        # Decoded images and their labels by index; None = not kept.
+        self.decoded: dict[int, tuple[AnyImage, int]] | None = {} if cache else None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -71,6 +78,14 @@ class LabelledImages(Dataset[Sample]):
 
     def load(self, index: int) -> tuple[AnyImage, int]:
         """Return a decoded image and its label; any error means that the image cannot be used."""
+        if self.decoded is None:
+            return self.decode(index)
+        if index not in self.decoded:
+            self.decoded[index] = self.decode(index)
+        return self.decoded[index]
+
+    def decode(self, index: int) -> tuple[AnyImage, int]:
+        """Do the same without the cache."""
         with decompression_bomb_limit(self.max_pixels):
             opened, label = self.source.read(index)
             with opened:
@@ -78,6 +93,21 @@ class LabelledImages(Dataset[Sample]):
         if not 0 <= label < self.num_targets:
             raise ValueError(f"its label is {label}, but the model has {self.num_targets} classes")
         return image, label
+
+    def check_cache(self, copies: int) -> None:
+        """Refuse a cache that does not fit into memory, if all images are as large as the first.
+
+        Args:
+            copies: Processes that keep all images.
+        """
+        try:
+            image, _ = self.decode(0)
+        # It is reported when it is its turn.
+        except Exception:
+            return
+        width, height = image.size
+        needed = copies * len(self) * width * height * self.pixel_format.channels
+        require_memory(needed, CACHE, "leave it out, or use fewer --data.workers, each of which has a cache")
 
 
 class NamedImages(Dataset[tuple[Sample, str]]):
@@ -175,9 +205,15 @@ def make_train_loader(
     tries = config.max_unreadable + 1
     chosen = source if config.max_train_samples is None else take_subset(source, config.max_train_samples)
     if isinstance(chosen, ShardSource):
+        require(
+            not config.cache,
+            "data.cache keeps images that are read in any order, but shards are read sequentially: leave it out",
+        )
         stream = LabelledStream(chosen, transform, pixel_format, num_targets, tries, config.max_pixels)
         return StreamLoader(stream, plan, seed=seed, repeats=repeats, collate=collate)
-    images = LabelledImages(chosen, transform, pixel_format, num_targets, tries, config.max_pixels)
+    images = LabelledImages(chosen, transform, pixel_format, num_targets, tries, config.max_pixels, config.cache)
+    if config.cache:
+        images.check_cache(max(1, plan.workers))
     sampler = ShardedSampler(len(images), plan, seed=seed, repeats=repeats)
     return ShuffledLoader(images, sampler, collate=collate)
 
