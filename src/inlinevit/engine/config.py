@@ -432,7 +432,6 @@ class TrainConfig:
 
     # Settings that may change when a run is resumed, because the final weights do not depend on them.
     free_on_resume: ClassVar[tuple[str, ...]] = (
-        "data.cache",
         "data.max_pixels",
         "data.path",
         "data.workers",

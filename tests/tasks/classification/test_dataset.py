@@ -23,6 +23,7 @@ from inlinevit.tasks.classification.dataset import (
 from inlinevit.tasks.classification.shards import ShardSource
 from inlinevit.tasks.classification.sources import ArraySource, ImageSource, open_source
 from inlinevit.tasks.classification.transforms import InputSpec, evaluation_transform, training_transform
+from inlinevit.utils import memory
 
 Batch = tuple[Tensor, Tensor, list[str]]
 SPEC = InputSpec(size=16, mean=(0.5,) * 3, std=(0.25,) * 3, interpolation="bicubic", crop_pct=1.0, crop_mode="center")
@@ -104,6 +105,50 @@ def test_augmented_batches_come_back_from_the_middle_of_an_epoch(tmp_path: Path,
     assert whole[0][1].dtype == torch.int64
     assert not torch.equal(whole[0][0][0], whole[0][0][1]), "the same image twice, but augmented again"
     torch.testing.assert_close(rest, whole[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_cached_images_are_decoded_once_and_stay_as_they_are(tmp_path: Path, workers: int) -> None:
+    source = make_data(tmp_path, "folder", {number: damaged("text") for number in (3, 8)})
+    plain, cached = (training(source, workers, repeats=2, max_unreadable=2, cache=cache) for cache in (False, True))
+
+    def assert_equal(found: list[Batch], expected: list[Batch]) -> None:
+        for (images, labels, problems), (own, own_labels, own_problems) in zip(found, expected, strict=True):
+            assert torch.equal(images, own)
+            assert torch.equal(labels, own_labels)
+            assert problems == own_problems
+
+    for epoch in range(3):
+        # The batches are augmented, which must not change what is kept.
+        assert_equal(list(cached.batches(epoch, 0)), list(plain.batches(epoch, 0)))
+    expected = list(plain.batches(0, 0))
+    for file in tmp_path.rglob("*.jpg"):
+        file.write_bytes(damaged("text"))
+    if workers == 0:
+        assert_equal(list(cached.batches(0, 0)), expected)
+
+
+def test_a_cache_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 26 images of 24 × 20 pixels in three colours.
+    needed = IMAGES * 24 * 20 * 3
+    source = make_data(tmp_path, "folder")
+    monkeypatch.setattr(memory, "available_memory", lambda: needed)
+    training(source, cache=True)
+    with pytest.raises(
+        ValueError, match=r"^a cache of all training images \(data\.cache\) .*: leave it out, or use fewer"
+    ):
+        training(source, workers=2, cache=True)
+    monkeypatch.setattr(memory, "available_memory", lambda: needed - 1)
+    with pytest.raises(ValueError, match=r"data\.cache"):
+        training(source, cache=True)
+    training(source)
+    # Only some of the images are used.
+    training(source, cache=True, max_train_samples=20)
+
+
+def test_shards_have_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data\.cache keeps images .* shards are read sequentially: leave it out$"):
+        training(make_data(tmp_path, "stream"), cache=True)
 
 
 def test_two_processes_see_what_one_sees(tmp_path: Path) -> None:

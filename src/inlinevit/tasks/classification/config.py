@@ -280,7 +280,12 @@ class ClassificationConfig(TrainConfig):
     (ModelConfig) and distillation (DistillationConfig).
     """
 
-    free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.eval_path", "data.root")
+    free_on_resume: ClassVar[tuple[str, ...]] = (
+        *TrainConfig.free_on_resume,
+        "data.cache",
+        "data.eval_path",
+        "data.root",
+    )
 
     data: ClassificationDataConfig = field(default_factory=ClassificationDataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

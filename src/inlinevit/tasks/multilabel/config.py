@@ -39,7 +39,7 @@ class MultilabelLossConfig:
 class MultilabelConfig(TrainConfig):
     """A whole multi-label run."""
 
-    free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.eval_path")
+    free_on_resume: ClassVar[tuple[str, ...]] = (*TrainConfig.free_on_resume, "data.cache", "data.eval_path")
 
     data: MultilabelDataConfig = field(default_factory=MultilabelDataConfig)
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(mixup=0, cutmix=0, label_smoothing=0))
