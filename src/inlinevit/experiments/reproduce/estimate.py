@@ -7,14 +7,14 @@ from .cells import read_outcome
 from .design import Cell, Run
 from .studies import found_runs, recipe_of, steps_of
 
-# Seconds of one core for a step of 64 images on an AMD EPYC, about: attentions and windows differ by a factor of two,
-# and finished runs of a cell are the better source.
+# Seconds of one core for a step of 64 images on an AMD EPYC with AVX-512, about: attentions and windows differ by a
+# factor of two, and finished runs of a cell are the better source.
 SECONDS_PER_STEP = {
-    "reproduce": 0.14,
-    "reproduce_16x16": 0.17,
-    "comparison": 0.15,
-    "recall": 0.12,
-    "connectivity": 0.17,
+    "reproduce": 0.045,
+    "reproduce_16x16": 0.055,
+    "comparison": 0.07,
+    "recall": 0.04,
+    "connectivity": 0.08,
 }
 OTHER_SECONDS = 0.1
 # An evaluation of all test images takes about as long as so many steps.

@@ -179,11 +179,10 @@ def data_of(run: Run, data: str) -> dict[str, Any]:
     if run.cell.is_generated:
         return {"eval_split": "test" if run.rate is None else "val"}
     if run.rate is None:
-        return {"path": data, "cache": True}
+        return {"path": data}
     # As a data set without splits, a part of its training images is held out.
     folder = Path(data)
     return {
         "path": str(folder / "train.tar" if (folder / "train.tar").is_file() else folder / "train"),
         "eval_share": HELD_OUT,
-        "cache": True,
     }
