@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import chain
 from math import isqrt
 from typing import Any, ClassVar
 
@@ -239,18 +238,28 @@ class ConnectivitySource(DiagnosticSource):
         images = symmetric_images(np.stack([first, first + steps], axis=1), side)
         own = parts[images[..., 0], images[..., 1]]
         is_same = own[..., 0] == own[..., 1]
+        # Of each pair, an image in two parts and one in one: (2, tries, 2 nodes of a pair, row and column).
+        counts, columns = is_same.sum(axis=0), np.arange(tries)
         chances = rng.random(tries)
+        chosen = np.stack(
+            [
+                images[
+                    np.argsort(is_other, axis=0, kind="stable")[(chances * count).astype(np.int64), columns],
+                    columns,
+                ]
+                for is_other, count in ((is_same, 8 - counts), (~is_same, counts))
+            ]
+        )
         found: list[list[Pair]] = [[], []]
-        for place in np.flatnonzero(is_same.any(axis=0) & ~is_same.all(axis=0)):
-            # Images of the pair in two parts, and in one.
-            suitable = [np.flatnonzero(is_same[:, place] == joined) for joined in (False, True)]
-            chosen = [images[one[int(chances[place] * len(one))], place].tolist() for one in suitable]
-            pairs = [((one[0], one[1]), (other[0], other[1])) for one, other in chosen]
+        taken: list[set[tuple[int, int]]] = [set(), set()]
+        for pairs in chosen[:, (counts > 0) & (counts < 8)].swapaxes(0, 1).tolist():
+            nodes = [(tuple(first), tuple(second)) for first, second in pairs]
             # Whatever the class is, both have to be free.
-            if any(set(new) & set(chain(*old)) for new, old in zip(pairs, found, strict=True)):
+            if any(not old.isdisjoint(new) for old, new in zip(taken, nodes, strict=True)):
                 continue
-            for new, old in zip(pairs, found, strict=True):
-                old.append(new)
+            for old, marks, new in zip(taken, found, nodes, strict=True):
+                old.update(new)
+                marks.append(new)
             if len(found[0]) == self.pairs:
                 return found
         return None
