@@ -1,5 +1,6 @@
 """Parsers of arguments that the commands share."""
 
+import sys
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -16,6 +17,56 @@ AnyConfig = TypeVar("AnyConfig")
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
+class NestedParser(ArgumentParser):
+    """A parser for options inside dicts at any depth, as in `--model.kwargs.attn_kwargs.lepe 3`.
+
+    jsonargparse would replace a dict inside a dict by one with this option alone, whose value is text.
+    """
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **options: Any
+    ) -> Namespace:
+        """See ArgumentParser.parse_args; options inside dicts have the last word."""
+        plain: list[str] = []
+        nested: list[tuple[str, list[str], Any]] = []
+        words = iter(sys.argv[1:] if args is None else args)
+        for word in words:
+            name, equals, text = word.partition("=")
+            dest = next((one for one in self.dict_options() if name.startswith(f"--{one}.")), None)
+            keys = name.removeprefix(f"--{dest}.").split(".")
+            if dest is None or len(keys) == 1:
+                plain.append(word)
+                continue
+            value = text if equals else next(words, None)
+            if value is None:
+                raise ArgumentError(None, f"{name} has no value: write {name} VALUE")
+            nested.append((dest, keys, typed(value)))
+        settings = super().parse_args(plain, namespace, **options)
+        for dest, keys, value in nested:
+            settings[dest] = merge_value(settings[dest], keys, value, f"--{dest}")
+        return settings
+
+    def dict_options(self) -> list[str]:
+        """Return the names of the options that are dicts."""
+        return [action.dest for action in self._actions if isinstance(action.default, dict)]
+
+
+def typed(text: str) -> Any:
+    """Return the value that jsonargparse makes of a text where any type may stand."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--values", type=dict[str, Any])
+    return parser.parse_args([f"--values.one={text}"])["values"]["one"]
+
+
+def merge_value(values: Any, keys: Sequence[str], value: Any, name: str) -> dict[str, Any]:
+    """Return a dict with a value at the place that keys lead to; `name` is that of the dict, for messages."""
+    if not isinstance(values, dict | None):
+        raise ArgumentError(None, f"{name} is {values!r}, which has no {keys[0]!r}: leave out one of both")
+    first, *rest = keys
+    before = (values or {}).get(first)
+    return {**(values or {}), first: merge_value(before, rest, value, f"{name}.{first}") if rest else value}
+
+
 def new_parser(name: str, description: str, arguments: str = "[options]") -> ArgumentParser:
     """Return a parser for `inlinevit NAME` that raises its errors.
 
@@ -25,7 +76,7 @@ def new_parser(name: str, description: str, arguments: str = "[options]") -> Arg
         arguments: What follows the name in the usage line, which would otherwise list all options.
     """
     usage = f"inlinevit {name} {arguments}"
-    return ArgumentParser(prog=f"inlinevit {name}", usage=usage, description=description, exit_on_error=False)
+    return NestedParser(prog=f"inlinevit {name}", usage=usage, description=description, exit_on_error=False)
 
 
 class ImportAction(Action):
