@@ -10,7 +10,9 @@ import torch
 
 from inlinevit.cli.train import parse_config
 from inlinevit.data.batch_plan import BatchPlan
+from inlinevit.tasks.classification.config import DIAGNOSTIC_PREFIXES
 from inlinevit.tasks.classification.diagnostics import (
+    KINDS,
     SAMPLES,
     ConnectivitySource,
     DiagnosticSource,
@@ -133,6 +135,10 @@ def test_classes_are_balanced(path: str) -> None:
     assert set(Counter(labels).values()) == {40}
     # Evenly spaced images, as with data.max_train_samples, are not of one class.
     assert len(set(labels[::count])) == count
+
+
+def test_prefixes_are_those_of_all_kinds() -> None:
+    assert [f"{kind}:" for kind in KINDS] == list(DIAGNOSTIC_PREFIXES)
 
 
 def test_splits_and_lengths() -> None:

@@ -14,8 +14,9 @@ from ...engine.config import (
     TrainConfig,
 )
 from ...utils.validation import FRACTION, MOST_CLASSES, MOST_PIXELS, Range, check_fields, check_value, require
-from .diagnostics import PREFIXES
 
+# Beginnings of the paths of diagnostics, whose images are drawn when they are read (diagnostics.py).
+DIAGNOSTIC_PREFIXES = ("recall:", "connectivity:")
 # Prefixes of data that may have a root.
 ROOTED = ("torch", "hfds", "wds")
 
@@ -303,7 +304,7 @@ class ClassificationConfig(TrainConfig):
 
     def fixed_on_resume(self) -> set[str]:
         """The path of a diagnostic is not a place, but says what its images show."""
-        return {"data.path"} if self.data.path.startswith(PREFIXES) else set()
+        return {"data.path"} if self.data.path.startswith(DIAGNOSTIC_PREFIXES) else set()
 
 
 @dataclass(kw_only=True)

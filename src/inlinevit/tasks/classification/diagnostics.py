@@ -341,7 +341,6 @@ def hues(count: int) -> NDArray[np.uint8]:
 
 
 KINDS: dict[str, Callable[..., DiagnosticSource]] = {"recall": RecallSource, "connectivity": ConnectivitySource}
-PREFIXES = tuple(f"{kind}:" for kind in KINDS)
 
 
 def open_diagnostic(path: str, request: SplitRequest) -> DiagnosticSource:

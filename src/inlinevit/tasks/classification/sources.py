@@ -23,9 +23,9 @@ from ...data.pixels import AnyImage
 from ...engine.results import shorten_list
 from ...utils.files import is_inside, open_regular, read_bytes
 from ...utils.validation import require
-from .config import ClassificationDataConfig
+from .config import DIAGNOSTIC_PREFIXES, ClassificationDataConfig
 from .dataset_cards import refuse_addresses
-from .diagnostics import PREFIXES, open_diagnostic
+from .diagnostics import open_diagnostic
 from .shards import ShardSource, find_shards, is_plain_file, list_files
 from .splits import EVALUATION_NAMES, SPELLINGS, TRAINING_NAMES, SplitRequest, spellings
 
@@ -373,7 +373,7 @@ def _open_split(config: ClassificationDataConfig, request: SplitRequest) -> Imag
         return embedded_fashion_mnist(request.of_two(path))
     if path.startswith("fashion-mnist:"):
         return fashion_mnist(Path(path.removeprefix("fashion-mnist:")), request.of_two(path))
-    if path.startswith(PREFIXES):
+    if path.startswith(DIAGNOSTIC_PREFIXES):
         return open_diagnostic(path, request)
     kind, _, name = path.partition("/")
     if kind == "torch":
