@@ -153,6 +153,18 @@ def test_hours_count_each_run_once(small_studies: dict[str, Study]) -> None:
     assert "took 0.1 core-hours" in text
 
 
+def test_times_of_another_processor_are_left_out(small_studies: dict[str, Study]) -> None:
+    record = small_record(small_studies)
+    cells = list(record.cells.values())
+    for number, found in enumerate(cells):
+        name = "EPYC" if number else "Xeon"
+        found.runs = {seed: replace(run, processor=name) for seed, run in found.runs.items()}
+    assert record.processors == ["EPYC", "Xeon"]
+    rows = [row for table in cells_tables(small_studies["first"], record) for row in table.rows]
+    assert [row[-1] for row in rows] == ["–", *["0.5"] * (len(rows) - 1)]
+    assert "those of runs on EPYC, without those on Xeon" in summary_markdown(record)
+
+
 def test_record_is_read_as_it_was_written(small_studies: dict[str, Study], tmp_path: Path) -> None:
     record = small_record(small_studies)
     record.write(tmp_path / "record.json")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ...benchmark.machine import processor_name
 from ...engine.trainer import Diverged, Stopped, Trainer
 from ...tasks.classification.config import ClassificationConfig
 from ...tasks.classification.task import Classification
@@ -32,6 +33,7 @@ class Outcome:
         diverged_what: What was not finite.
         seconds: Wall time; None if unknown.
         cpu_seconds: Processor time.
+        processor: The processor that it was trained on; None if unknown, or if there were several.
     """
 
     top1: float | None = None
@@ -40,6 +42,7 @@ class Outcome:
     diverged_what: str | None = None
     seconds: float | None = None
     cpu_seconds: float | None = None
+    processor: str | None = None
 
     @property
     def words(self) -> str:
@@ -120,11 +123,15 @@ def train_cell(config: ClassificationConfig) -> Ended:
 
 @contextmanager
 def timed(file: Path) -> Iterator[None]:
-    """Add the wall time and processor time of a context to those in a file."""
+    """Add the wall time and processor time of a context to those in a file, and name the processor."""
     wall, cpu = time.monotonic(), time.process_time()
     try:
         yield
     finally:
-        before = read_json(file) if file.exists() else {"seconds": 0.0, "cpu_seconds": 0.0}
-        spent = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
-        atomic_write_json(file, {name: before[name] + value for name, value in spent.items()})
+        spent: dict[str, Any] = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
+        processor: str | None = processor_name()
+        if file.exists():
+            before = read_json(file)
+            spent = {name: before[name] + value for name, value in spent.items()}
+            processor = processor if before.get("processor") == processor else None
+        atomic_write_json(file, {**spent, "processor": processor})

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -58,10 +59,13 @@ class CellRecord:
         """The steps in which runs diverged, by seed."""
         return [run.diverged_step for run in self.runs.values() if run.diverged_step is not None]
 
-    @property
-    def cpu_minutes(self) -> float | None:
-        """Mean processor time of the runs that did not diverge."""
-        times = [run.cpu_seconds for run in self.runs.values() if run.top1 is not None and run.cpu_seconds is not None]
+    def cpu_minutes(self, processor: str | None) -> float | None:
+        """Return the mean processor time of the runs on a processor that did not diverge; None if there are none."""
+        times = [
+            run.cpu_seconds
+            for run in self.runs.values()
+            if run.top1 is not None and run.cpu_seconds is not None and run.processor == processor
+        ]
         return mean(times) / 60 if times else None
 
 
@@ -78,6 +82,12 @@ class Record:
     settings: dict[str, Any]
     cells: dict[str, CellRecord]
     facts: dict[str, Any] = field(default_factory=environment)
+
+    @property
+    def processors(self) -> list[str]:
+        """The processors on which runs were trained, as far as they are known; that of most runs first."""
+        runs = [run for cell in self.cells.values() for run in cell.runs.values()]
+        return [name for name, _ in Counter(run.processor for run in runs if run.processor).most_common()]
 
     @property
     def core_hours(self) -> float:

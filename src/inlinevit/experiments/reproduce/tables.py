@@ -26,14 +26,15 @@ def cells_tables(study: Study, record: Record) -> list[Table]:
 def cell_row(cell: Cell, record: Record) -> tuple[str, ...]:
     """Return the row of a cell; a dash is what is not measured yet."""
     found, planned = record.cells.get(cell.key, CellRecord({})), record.settings["seeds"].get(cell.key, 0)
-    count = len(found.runs)
+    # Times of different processors do not belong into one table.
+    count, minutes = len(found.runs), found.cpu_minutes(next(iter(record.processors), None))
     return (
         cell.label,
         str(count) if count >= planned else f"{count} of {planned}",
         accuracy_words(found),
         f"{found.lr:g}" if found.lr is not None else MISSING,
         f"{found.parameters:,}" if found.parameters else MISSING,
-        f"{found.cpu_minutes:.1f}" if found.cpu_minutes is not None else MISSING,
+        MISSING if minutes is None else f"{minutes:.1f}",
     )
 
 
@@ -136,9 +137,11 @@ def summary_markdown(record: Record) -> str:
     if not finished:
         return "No run of this length is recorded yet: a dash stands for what will be measured.\n"
     planned, diverged = sum(settings["seeds"].values()), sum(run.diverged_step is not None for run in finished)
+    first, *others = record.processors or [machine["system"]]
+    mixed = f" Processor times in the tables are those of runs on {first}, without those on {' and '.join(others)}."
     return (
         f"{len(finished)} runs of {planned} are finished, and {diverged} of them diverged. Together with the choice of "
         f"learning rates, they took {record.core_hours:.1f} core-hours of processor time, {settings['jobs']} in "
-        f"parallel with {machine['threads']} thread each, on {machine['cores']} cores ({machine['system']}), with "
-        f"torch {versions['torch']}, timm {versions['timm']} and Python {versions['python']}.\n"
+        f"parallel with {machine['threads']} thread each, on {machine['cores']} cores of {first}, with torch "
+        f"{versions['torch']}, timm {versions['timm']} and Python {versions['python']}.{mixed if others else ''}\n"
     )
