@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from ..utils.memory import keep_freed_memory
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import did_you_mean, require
 from .config import OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, TrainConfig
@@ -123,6 +124,8 @@ def make_train_accelerator(run: RunConfig, parallel: ParallelConfig) -> Accelera
         # accelerate copies the one to the other at times.
         PartialState().device = accelerator.state.device = resolve_device(run.device)
     check_precision("run.precision", run.precision, accelerator.device)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     return accelerator
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..data.batch_plan import BatchPlan
 from ..layers import modules_of_attentions, project_parameters
 from ..parallel import parallelize_sequence, whole_images
-from ..utils.memory import keep_freed_memory
 from ..utils.seeding import derive_seed, set_seed
 from ..utils.validation import require
 from .checkpoints import Progress, read_manifest
@@ -55,8 +54,6 @@ class Trainer:
         self.task, self.config = task, config
         run = config.run
         self.accelerator = make_train_accelerator(run, config.parallel)
-        if self.accelerator.device.type == "cpu":
-            keep_freed_memory()
         mesh = make_mesh(self.accelerator, config, task.supports_sequence)
         # Processes that share images take the same samples, and draw the same random numbers.
         self.data_rank = self.accelerator.process_index if mesh is None else mesh.get_local_rank("data")
