@@ -11,8 +11,9 @@ import pytest
 
 from inlinevit.engine.trainer import Stopped, Trainer
 from inlinevit.experiments.reproduce import cells
-from inlinevit.experiments.reproduce.cells import Ended, read_outcome, train_cell
+from inlinevit.experiments.reproduce.cells import Ended, train_cell
 from inlinevit.experiments.reproduce.design import Run, Study
+from inlinevit.experiments.reproduce.outcomes import read_outcome
 from inlinevit.experiments.reproduce.studies import run_config
 from inlinevit.tasks.classification.config import ClassificationConfig
 

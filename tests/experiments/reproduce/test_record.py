@@ -11,10 +11,10 @@ import pytest
 
 from inlinevit.benchmark.results import Measurement, Results
 from inlinevit.benchmark.timing import Quartiles
-from inlinevit.experiments.reproduce.cells import Outcome
 from inlinevit.experiments.reproduce.comparison import COMPARED, CORES
 from inlinevit.experiments.reproduce.design import Cell, Claim, Study
 from inlinevit.experiments.reproduce.document import ALT, attentions_table, make_figures, rewritten
+from inlinevit.experiments.reproduce.outcomes import Outcome
 from inlinevit.experiments.reproduce.record import CellRecord, Record, empty_record, read_record
 from inlinevit.experiments.reproduce.statistics import Verdict, judge, mean_interval, t_quantile, welch_interval
 from inlinevit.experiments.reproduce.studies import STUDIES

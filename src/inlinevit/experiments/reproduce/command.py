@@ -18,8 +18,9 @@ from ...tasks.classification.task import Classification
 from ...utils.atomic import make_output_dir
 from ...utils.console import new_console
 from ...utils.validation import require
-from .cells import Ended, Outcome, read_outcome
+from .cells import Ended
 from .design import Run, Study
+from .outcomes import Outcome, read_outcome
 from .page import write_page
 from .rates import chosen_rate
 from .record import Record, gather, read_record, restore

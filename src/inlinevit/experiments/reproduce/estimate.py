@@ -3,8 +3,8 @@
 from pathlib import Path
 from statistics import mean
 
-from .cells import read_outcome
 from .design import Cell, Run
+from .outcomes import read_outcome
 from .studies import found_runs, recipe_of, steps_of
 
 # Seconds of one core for a step of 64 images on an AMD EPYC with AVX-512, about: attentions and windows differ by a

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from .cells import Outcome, read_outcome
 from .design import Cell, Run
+from .outcomes import Outcome, read_outcome
 from .studies import rates_of
 
 

@@ -17,8 +17,8 @@ from ...models.catalog import count_parameters
 from ...report import environment
 from ...tasks.classification.model import build_model
 from ...utils.atomic import atomic_write_json, make_output_dir
-from .cells import RECORDED, Outcome, read_json, read_outcome
 from .design import Cell, Run
+from .outcomes import RECORDED, Outcome, read_json, read_outcome
 from .rates import chosen_rate, tried_rates
 from .studies import STUDIES, cells_of, found_runs, rates_of, recipe_of, run_config, seeds_by_cell, steps_of
 
