@@ -30,7 +30,8 @@ CORES: dict[str, tuple[str, dict[str, Any]]] = {
     "circulant": ("Circulant", {}),
 }
 # Their steps on CIFAR-10 take less processor time compiled, over a whole run: many operators on large tensors become
-# few. Those of softmax, linear, InLine, Agent and Circulant do not.
+# few. Those of softmax, linear, InLine, Agent, MHLA and Circulant gain little or nothing:
+# python tools/training_step.py comparison --attentions softmax rala --modes eager compiled
 COMPILED = ("focused", "mala", "rala", "polaformer", "vit3")
 # Those that the diagnostics also have with fewer pairs, other head widths, more tokens or other surroundings.
 MAIN_CORES = ("softmax", "linear", "inline", "mala")

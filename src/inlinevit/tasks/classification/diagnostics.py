@@ -6,7 +6,8 @@ patches of a model should have the side length `cell`.
 - `recall:` is associative recall. Cells hold pairs of a key (two colours, one above the other, in the left half) and a
   value (a colour, in the right half); the others hold a query (a key, and white), or are black. The class is the value
   that the query's key is paired with.
-- `connectivity:` has a maze that falls into two parts, and two marked cells. The class is whether these are joined.
+- `connectivity:` has a maze that falls into two parts, and pairs of marked cells. The class is whether the cells of a
+  pair are joined: all pairs are, or none.
 """
 
 import re
