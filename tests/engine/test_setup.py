@@ -135,6 +135,64 @@ def test_rates_fall_from_layer_to_layer(name: str) -> None:
     assert len(set(by_name.values())) == blocks + 2
 
 
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_patterns_scale_the_rates_of_parameters(layer_decay: float | None) -> None:
+    model = make_model("inline_deit_tiny")
+    scales = {"*.local_residual.*": 4.0, "head.weight": 0.1}
+    usual = make_optimizer(model, OptimizerConfig(layer_decay=layer_decay), 512)
+    scaled = make_optimizer(model, OptimizerConfig(layer_decay=layer_decay, lr_scales=scales), 512)
+    before, after = (
+        {
+            id(p): (group.get("lr_scale", 1.0), group["weight_decay"])
+            for group in one.param_groups
+            for p in group["params"]
+        }
+        for one in (usual, scaled)
+    )
+    names = dict(model.named_parameters())
+    assert len(after) == len(before) == len(names) == sum(len(group["params"]) for group in scaled.param_groups)
+    for name, parameter in names.items():
+        factor = 4.0 if ".local_residual." in name else 0.1 if name == "head.weight" else 1.0
+        rate, decay = before[id(parameter)]
+        assert after[id(parameter)] == (factor * rate, decay), name
+    assert sum(".local_residual." in name for name in names) > 4
+
+
+def test_scaled_rates_change_weights_in_proportion() -> None:
+    """Sgd without momentum moves a parameter by its learning rate times its gradient, also under a schedule."""
+    models = [nn.Linear(3, 2, bias=True), nn.Linear(3, 2, bias=True)]
+    models[1].load_state_dict(models[0].state_dict())
+    start = {name: value.clone() for name, value in models[0].state_dict().items()}
+    moves = []
+    for model, scales in zip(models, ({}, {"bias": 8.0}), strict=True):
+        config = OptimizerConfig(
+            name="momentum", lr=0.5, momentum=0.0, weight_decay=0.0, lr_base_size=0, lr_scales=scales
+        )
+        optimizer = make_optimizer(model, config, 1)
+        scheduler, _ = make_scheduler(optimizer, ScheduleConfig(steps=4, warmup=0), config, 1, 1)
+        scheduler.step_update(1)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        moves.append({name: value.detach() - start[name] for name, value in model.named_parameters()})
+    assert torch.equal(moves[1]["weight"], moves[0]["weight"])
+    torch.testing.assert_close(moves[1]["bias"], 8 * moves[0]["bias"])
+    assert moves[0]["bias"].abs().min() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"wieght": 2.0}, "no parameter that is trained matches 'wieght': did you mean weight"),
+        ({"frozen.*": 2.0}, "no parameter that is trained matches 'frozen.*': names are such as"),
+        ({"*": 2.0, "bias": 3.0}, "bias matches '\\*' and 'bias'"),
+    ],
+)
+def test_patterns_that_cannot_be_meant(scales: dict[str, float], message: str) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=f"optimizer.lr_scales: {message}"):
+        make_optimizer(model, OptimizerConfig(lr_scales=scales), 1)
+
+
 def test_options_reach_the_optimizer() -> None:
     options: dict[str, Any] = {"betas": (0.8, 0.7), "eps": 1e-3, "momentum": 0.6, "lr": 0.3, "lr_base_size": 64}
     adamw = make_optimizer(nn.Linear(2, 2), OptimizerConfig(name="adamw", **options), 128).param_groups[0]

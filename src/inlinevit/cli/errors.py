@@ -19,6 +19,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("wd", "decay", "weight_decay"), ("optimizer.weight_decay",)),
     **dict.fromkeys(("clip", "grad_clip", "clip_grad_norm", "max_grad_norm"), ("optimizer.clip_grad",)),
     **dict.fromkeys(("layer_lr_decay", "lr_decay"), ("optimizer.layer_decay",)),
+    **dict.fromkeys(("lr_mult", "lr_scale", "backbone_lr", "head_lr"), ("optimizer.lr_scales",)),
     **dict.fromkeys(("epoch", "epochs", "num_epochs", "max_epochs", "num_train_epochs"), ("schedule.epochs",)),
     **dict.fromkeys(("steps", "max_steps", "iters", "iterations"), ("schedule.steps",)),
     **dict.fromkeys(("warmup", "warmup_epochs", "warmup_steps"), ("schedule.warmup",)),

@@ -27,6 +27,7 @@ NOT_NEGATIVE = Range(0, inf)
 BELOW_ONE = Range(0, 1, below_most=True)
 BANDS = Range(0, 1023)
 BITS = Range(8, 32)
+MOST_SCALE = 1e6
 PIXEL_LIMITS = Range(1, 10**12)
 
 
@@ -50,6 +51,8 @@ class OptimizerConfig:
     """For optimizers that have one."""
     layer_decay: float | None = None
     """Learning rates fall by this factor from layer to layer, from the head down to the first one."""
+    lr_scales: dict[str, float] = field(default_factory=dict)
+    """Factors of the learning rate for parameters whose names match a pattern, as in {"backbone.*": 0.1}."""
     clip_grad: float | None = None
     """Largest norm of the gradients."""
 
@@ -64,6 +67,7 @@ class OptimizerConfig:
             eps=Range(0, 1),
             momentum=BELOW_ONE,
             layer_decay=Range(0, 1, above_least=True),
+            lr_scales=Range(0, MOST_SCALE, above_least=True),
             clip_grad=Range(0, inf, above_least=True),
         )
 

@@ -53,6 +53,7 @@ def _describe_optimizer(config: TrainConfig, total_batch: int, least: float) -> 
     parts = [
         f"{optimizer.name}, learning rate {rate:.3g}{how}",
         f"layer decay {optimizer.layer_decay:g} (down to {rate * least:.3g})" if optimizer.layer_decay else "",
+        *(f"× {scale:g} for {pattern}" for pattern, scale in optimizer.lr_scales.items()),
         f"weight decay {optimizer.weight_decay:g}",
         f"gradients clipped at {optimizer.clip_grad:g}" if optimizer.clip_grad else "",
     ]

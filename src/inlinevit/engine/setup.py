@@ -2,9 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -292,7 +293,7 @@ def make_optimizer(
     if torch.device(device).type == "cpu" and info.opt_class in FUSED_OPTIMIZERS and not is_sharded(model):
         options["fused"] = True
     try:
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             model,
             opt=config.name,
             lr=scale_lr(config.lr, config, total_batch),
@@ -304,6 +305,42 @@ def make_optimizer(
     except (AssertionError, ImportError) as error:
         # Some of timm's optimizers need a GPU, or a package that timm does not install.
         raise ValueError(f"optimizer {config.name} cannot be used here ({error}): choose another one") from error
+    scale_group_rates(optimizer, model, config.lr_scales)
+    return optimizer
+
+
+def scale_group_rates(optimizer: Optimizer, model: nn.Module, scales: Mapping[str, float]) -> None:
+    """Give the parameters that match a pattern a learning rate of their own, in groups of their own.
+
+    Args:
+        optimizer: Before its first step. Its schedule multiplies the rate of a group by the group's `lr_scale`.
+        model: Its parameters have the names that patterns stand for.
+        scales: Factors by pattern, in which * stands for any letters.
+
+    Raises:
+        ValueError: A pattern matches no parameter that is trained, or two match the same one.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    pattern_of: dict[int, str] = {}
+    for pattern in scales:
+        found = [key for key, name in names.items() if fnmatchcase(name, pattern)]
+        hint = did_you_mean(pattern, names.values()) or f"names are such as {', '.join(list(names.values())[-2:])}"
+        require(bool(found), f"optimizer.lr_scales: no parameter that is trained matches {pattern!r}: {hint}")
+        for key in found:
+            both = f"{pattern_of.get(key)!r} and {pattern!r}"
+            require(
+                key not in pattern_of,
+                f"optimizer.lr_scales: {names[key]} matches {both}: let only one of them match it",
+            )
+            pattern_of[key] = pattern
+    for group in list(optimizer.param_groups):
+        parameters = group["params"]
+        group["params"] = [one for one in parameters if id(one) not in pattern_of]
+        for pattern, scale in scales.items():
+            if scaled := [one for one in parameters if pattern_of.get(id(one)) == pattern]:
+                rates = {"lr_scale": scale * group.get("lr_scale", 1.0)}
+                optimizer.param_groups.append({**group, **rates, "params": scaled})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def make_scheduler(

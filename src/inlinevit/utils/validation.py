@@ -108,7 +108,7 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
         name: Its name, for messages.
         value: Anything.
         hint: The type that it should have.
-        allowed: The range of the number, or of each number in a list; None = any finite number.
+        allowed: The range of the number, or of each number in a list or dict; None = any finite number.
     """
     if not has_type(value, hint):
         raise ValueError(f"{name} is {shorten(value)}: it should be {describe_type(hint)}")
@@ -121,9 +121,11 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
 
 
 def numbers_in(value: Any) -> Iterator[Any]:
-    """Yield the numbers of a value: itself, or those in a list."""
+    """Yield the numbers of a value: itself, or those in a list or dict."""
     if has_type(value, float):
         yield value
+    elif isinstance(value, Mapping):
+        yield from numbers_in(list(value.values()))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for item in value:
             yield from numbers_in(item)

@@ -77,6 +77,7 @@ REFUSED: dict[str, list[Any]] = {
     "optimizer.eps": [-1e-8],
     "optimizer.momentum": [1.0, -0.1],
     "optimizer.layer_decay": [0.0, 1.1],
+    "optimizer.lr_scales": [{"head.*": 0.0}, {"head.*": NAN}, {"head.*": "much"}, ["head.*"]],
     "optimizer.clip_grad": [0.0, -1.0, NAN],
     "schedule.epochs": [0, -1],
     "schedule.steps": [0, -1],
@@ -191,7 +192,9 @@ FULL = ClassificationConfig(
         name="inline_pvt_tiny", in_chans=1, kwargs={"attention": ["inline", "softmax"], "drop_rate": 0.1}
     ),
     distillation=DistillationConfig(teacher="resnet18", kind="hard", temperature=2.5),
-    optimizer=OptimizerConfig(name="sgd", lr=1e-5, betas=(0.8, 0.95), eps=1e-12, layer_decay=0.75, clip_grad=1.0),
+    optimizer=OptimizerConfig(
+        name="sgd", lr=1e-5, betas=(0.8, 0.95), eps=1e-12, layer_decay=0.75, clip_grad=1.0, lr_scales={"head.*": 10.0}
+    ),
     schedule=ScheduleConfig(name="multistep", steps=100, warmup=0.5, milestones=[50, 80], min_lr=1e-9),
     run=RunConfig(output="runs/null", resume="never", precision="bf16", ema_decay=0.999, trackers=["tensorboard"]),
 )

@@ -1,5 +1,7 @@
 """The paper's ablations on CIFAR-10, and what the paper expects of them."""
 
+from dataclasses import replace
+
 from .design import Cell, Claim, Study, attention_cell
 
 MAPS = {"relu": "ReLU", "relu_affine": "ReLU(A·+b)", "leaky_relu": "LeakyReLU", "identity": "identity", "exp": "exp"}
@@ -38,6 +40,15 @@ STATIC = {
 GATED = attention_cell("inline-gate", "InLine, local residual, gate", "inline", gate=True)
 IN_MLP = attention_cell("inline-mlp_conv", "InLine, MLP convolution", "inline", local_residual=False, mlp_conv=True)
 BOTH = attention_cell("inline-residual-mlp_conv", "InLine, local residual, MLP convolution", "inline", mlp_conv=True)
+RESIDUAL_RATES = {
+    factor: replace(
+        INLINE["identity"],
+        key=f"inline-identity-residual-rate{factor:g}",
+        label=f"InLine, learning rate of the local residual × {factor:g}",
+        changes={"optimizer": {"lr_scales": {"*.local_residual.*": factor}}},
+    )
+    for factor in (0.25, 4.0)
+}
 BARE_FOCUSED = attention_cell("focused-plain", "focused, no convolution", "focused", value_conv=False)
 
 ABLATIONS = {
@@ -83,11 +94,12 @@ ABLATIONS = {
         "Place, size and kind of the convolution",
         "Enhanced attention has a 3 × 3 convolution in the MLP, focused attention a 5 × 5 one of the values, and "
         "InLine a 3 × 3 one of the values with kernels that depend on the image. InLine attention with each of these, "
-        "and with a gate.",
+        "with a gate, and with another learning rate of the layers that make these kernels.",
         (
             PLAIN_INLINE["identity"],
             INLINE["identity"],
             *STATIC.values(),
+            *RESIDUAL_RATES.values(),
             GATED,
             IN_MLP,
             BOTH,
@@ -99,6 +111,10 @@ ABLATIONS = {
             Claim("the local residual above none", INLINE["identity"], PLAIN_INLINE["identity"]),
             Claim("the local residual above a static 3 × 3 convolution", INLINE["identity"], STATIC[3]),
             Claim("static 5 × 5 above static 3 × 3", STATIC[5], STATIC[3]),
+            *(
+                Claim(f"learning rate of the local residual × {factor:g} above × 1", cell, INLINE["identity"])
+                for factor, cell in RESIDUAL_RATES.items()
+            ),
             Claim("local residual and gate above the local residual", GATED, INLINE["identity"]),
             Claim("the convolution in the MLP above the local residual", IN_MLP, INLINE["identity"]),
             Claim("both above the convolution in the MLP", BOTH, IN_MLP),
