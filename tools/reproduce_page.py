@@ -2,28 +2,32 @@
 
 docs/reproduce/results.json is the record of `inlinevit reproduce`. If RECORD is given, the OUTPUT/results.json of that
 command, it becomes the new record; before there is one, all tables are empty. docs/reproduce/results-1000-steps.json is
-that of the former, shorter runs, and docs/performance/attentions.json that of `inlinevit bench attentions`. Tables go
-between marks such as <!-- reproduce --> and <!-- /reproduce -->. The rest of the page is kept.
+that of the former, shorter runs, docs/reproduce/residual.json that of tools/residual_branch.py, and
+docs/performance/attentions.json that of `inlinevit bench attentions`. Tables go between marks such as
+<!-- reproduce --> and <!-- /reproduce -->. The rest of the page is kept.
 """
 
 import argparse
+import json
 from pathlib import Path
 
-from inlinevit.benchmark.results import Results, read_results
-from inlinevit.experiments.reproduce.document import figure_path, make_figures, rewritten
-from inlinevit.experiments.reproduce.record import Record, empty_record, read_record
+from inlinevit.benchmark.results import read_results
+from inlinevit.experiments.reproduce.document import Records, figure_path, make_figures, rewritten
+from inlinevit.experiments.reproduce.record import completed, empty_record, read_record
 from inlinevit.report import svg_bytes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-def read_records(docs: Path) -> tuple[Record, Record, Results | None]:
-    """Return the record of the studies, that of the shorter runs, and that of times, if there is one."""
+def read_records(docs: Path) -> Records:
+    """Return the records in docs/ that there are."""
     own, times = docs / "reproduce" / "results.json", docs / "performance" / "attentions.json"
-    return (
-        read_record(own) if own.exists() else empty_record(),
+    residual = docs / "reproduce" / "residual.json"
+    return Records(
+        completed(read_record(own)) if own.exists() else empty_record(),
         read_record(docs / "reproduce" / "results-1000-steps.json"),
         read_results(times)[0] if times.exists() else None,
+        json.loads(residual.read_text()) if residual.exists() else None,
     )
 
 
@@ -34,10 +38,10 @@ def main() -> None:
     given = parser.parse_args().record
     if given is not None:
         read_record(given).write(DOCS / "reproduce" / "results.json")
-    record, former, times = read_records(DOCS)
+    records = read_records(DOCS)
     page = DOCS / "results.md"
-    page.write_text(rewritten(page.read_text(), record, former, times))
-    for name, figure in make_figures(record, times).items():
+    page.write_text(rewritten(page.read_text(), records))
+    for name, figure in make_figures(records.studies, records.times).items():
         figure_path(DOCS, name).write_bytes(svg_bytes(figure))
     print(f"{page} has the tables of {DOCS / 'reproduce'}")
 

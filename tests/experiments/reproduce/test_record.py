@@ -13,9 +13,9 @@ from inlinevit.benchmark.results import Measurement, Results
 from inlinevit.benchmark.timing import Quartiles
 from inlinevit.experiments.reproduce.comparison import COMPARED, CORES
 from inlinevit.experiments.reproduce.design import Cell, Claim, Study
-from inlinevit.experiments.reproduce.document import ALT, attentions_table, make_figures, rewritten
+from inlinevit.experiments.reproduce.document import ALT, Records, attentions_table, make_figures, rewritten
 from inlinevit.experiments.reproduce.outcomes import Outcome
-from inlinevit.experiments.reproduce.record import CellRecord, Record, empty_record, read_record
+from inlinevit.experiments.reproduce.record import CellRecord, Record, completed, empty_record, read_record
 from inlinevit.experiments.reproduce.statistics import Verdict, judge, mean_interval, t_quantile, welch_interval
 from inlinevit.experiments.reproduce.studies import STUDIES
 from inlinevit.experiments.reproduce.tables import (
@@ -23,6 +23,7 @@ from inlinevit.experiments.reproduce.tables import (
     cells_tables,
     changes_table,
     claims_table,
+    study_markdown,
     summary_markdown,
 )
 from inlinevit.report import svg_bytes
@@ -185,14 +186,18 @@ def load_tool() -> ModuleType:
 def test_the_page_agrees_with_its_records() -> None:
     tool = load_tool()
     page = (tool.DOCS / "results.md").read_text()
-    record, former, times = tool.read_records(tool.DOCS)
-    assert rewritten(page, record, former, times) == page, "run make results"
+    records = tool.read_records(tool.DOCS)
+    assert rewritten(page, records) == page, "run make results"
     for name, study in STUDIES.items():
         assert f"### {study.title}\n\n<!-- reproduce-{name} -->" in page
         assert all(f"| {one.label} |" in page for one in study.cells)
     for name in ALT:
         is_shown = f"(reproduce/{name}.svg)" in page
-        assert is_shown == (tool.DOCS / "reproduce" / f"{name}.svg").exists() == (name in make_figures(record, times))
+        assert (
+            is_shown
+            == (tool.DOCS / "reproduce" / f"{name}.svg").exists()
+            == (name in make_figures(records.studies, records.times))
+        )
 
 
 def filled_record() -> Record:
@@ -202,6 +207,18 @@ def filled_record() -> Record:
         for place, one in enumerate(cells.values()):
             record.cells[one.key] = replace(cell(50.0 + place, 51.0 + place), parameters=1000 + place)
     return record
+
+
+def test_cells_that_are_newer_than_a_record_are_without_runs() -> None:
+    record = filled_record()
+    gone = STUDIES["maps"].cells[-1]
+    del record.cells[gone.key], record.settings["seeds"][gone.key]
+    full = completed(record)
+    assert full.cells.keys() == empty_record().cells.keys()
+    assert full.cells[gone.key].runs == {}
+    assert full.settings["seeds"][gone.key] == 1
+    assert all(full.cells[key] is one for key, one in record.cells.items())
+    assert f"| {gone.label} | 0 of 1 |" in study_markdown("maps", full)
 
 
 def bench_results() -> Results:
@@ -263,14 +280,22 @@ def test_tool_takes_a_new_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_page_keeps_what_stands_between_the_tables() -> None:
-    _, former, _ = load_tool().read_records(load_tool().DOCS)
-    record = empty_record()
-    names = ["reproduce", "changes", "former", "attentions", "figures", *(f"reproduce-{name}" for name in STUDIES)]
+    former = load_tool().read_records(load_tool().DOCS).former
+    records = Records(empty_record(), former)
+    names = [
+        "reproduce",
+        "changes",
+        "former",
+        "residual",
+        "attentions",
+        "figures",
+        *(f"reproduce-{name}" for name in STUDIES),
+    ]
     page = "".join(f"<!-- {name} -->\nformer table\n<!-- /{name} -->\nremark\n" for name in names)
-    new = rewritten(page, record, former, None)
+    new = rewritten(page, records)
     assert new.count("remark\n") == len(names)
     assert "former table" not in new
     assert "No run of this length is recorded yet" in new
-    assert rewritten(new, record, former, None) == new
+    assert rewritten(new, records) == new
     with pytest.raises(ValueError, match="should have <!-- reproduce-maps -->"):
-        rewritten(page.replace("reproduce-maps", "maps"), record, former, None)
+        rewritten(page.replace("reproduce-maps", "maps"), records)

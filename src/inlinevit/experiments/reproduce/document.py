@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -37,26 +38,62 @@ COLUMNS: dict[str, Mapping[str, Cell]] = {
 }
 
 
-def rewritten(page: str, record: Record, former: Record, times: Results | None) -> str:
-    """Return a page with all tables, between <!-- NAME --> and <!-- /NAME -->.
+class Records(NamedTuple):
+    """What the page is made of.
 
-    NAME is "reproduce" (runs, time and machine), "reproduce-STUDY", "changes" (what changed with the length),
-    "former" (accuracies of the shorter runs), "attentions" (one row per attention) and "figures".
-
-    Args:
-        page: In Markdown.
-        record: Results of the studies.
+    Attributes:
+        studies: Results of the studies.
         former: Results of shorter runs.
         times: Record of `inlinevit bench attentions`; None = it is not measured yet.
+        residual: Record of tools/residual_branch.py; None = it is not measured yet.
     """
+
+    studies: Record
+    former: Record
+    times: Results | None = None
+    residual: dict[str, Any] | None = None
+
+
+def rewritten(page: str, records: Records) -> str:
+    """Return a page in Markdown with all tables, between <!-- NAME --> and <!-- /NAME -->.
+
+    NAME is "reproduce" (runs, time and machine), "reproduce-STUDY", "changes" (what changed with the length),
+    "former" (accuracies of the shorter runs), "residual" (steps of a training), "attentions" (one row per attention)
+    and "figures".
+    """
+    record, former, times, residual = records
     page = replace_between(page, "reproduce", summary_markdown(record))
     for name in STUDIES:
         page = replace_between(page, f"reproduce-{name}", study_markdown(name, record))
     page = replace_between(page, "changes", f"{markdown_table(changes_table(record, former))}\n")
     page = replace_between(page, "former", f"{markdown_table(former_table(former))}\n")
+    shown_residual = NOT_RECORDED if residual is None else f"{markdown_table(residual_table(residual))}\n"
+    page = replace_between(page, "residual", shown_residual)
     page = replace_between(page, "attentions", f"{markdown_table(attentions_table(record, times))}\n")
     shown = [f"![{ALT[name]}](reproduce/{name}.svg)\n" for name in make_figures(record, times)]
     return replace_between(page, "figures", "\n".join(shown) or NOT_RECORDED)
+
+
+def residual_table(residual: Mapping[str, Any]) -> Table:
+    """Return what tools/residual_branch.py measured, one row per step."""
+    words = list(residual["rows"][0]["gradients"])
+    headings = (
+        "step",
+        "residual / attention",
+        "kernels: share of images",
+        *(f"gradient / weight: {word}" for word in words),
+        *(f"update / weight: {word}" for word in words),
+    )
+    rows = [
+        (
+            f"{row['step']:,}",
+            f"{row['residual_share']:.2f}",
+            f"{row['dynamic_share']:.2f}",
+            *(f"{row[kind][word]:.1e}" for kind in ("gradients", "updates") for word in words),
+        )
+        for row in residual["rows"]
+    ]
+    return Table(headings, rows, residual["label"])
 
 
 def attentions_table(record: Record, times: Results | None) -> Table:

@@ -125,6 +125,13 @@ def empty_record() -> Record:
         return Record({"jobs": 1, "select": True, "seeds": seeds_by_cell(STUDIES)}, cells)
 
 
+def completed(record: Record) -> Record:
+    """Return a record with the cells, without runs, that studies have got since it was written."""
+    empty = empty_record()
+    settings = {**record.settings, "seeds": {**empty.settings["seeds"], **record.settings["seeds"]}}
+    return Record(settings, {**empty.cells, **record.cells}, record.facts)
+
+
 def gather(
     output: Path, *, seeds: Mapping[str, int], jobs: int, steps: int | None = None, select: bool = True
 ) -> Record:
