@@ -128,3 +128,17 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"metrics": {"top1"')
     with pytest.raises(ValueError, match=r"results\.json is damaged: remove the folder"):
         read_outcome(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("results.json", '{"metrics": {"accuracy": 50.0}}'),
+        ("recorded.json", '{"outcome": {"top1": 50.0, "joules": 3.5}, "parameters": 7}'),
+        ("recorded.json", '{"parameters": 7}'),
+    ],
+)
+def test_fields_of_another_version_are_named(file: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=r"other fields than this version.*use the version that wrote them, or remove"):
+        read_outcome(tmp_path)

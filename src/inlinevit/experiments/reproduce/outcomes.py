@@ -42,6 +42,17 @@ class Outcome:
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Return the outcome of the run in a folder; None if it is not finished."""
+    try:
+        return find_outcome(folder)
+    except (LookupError, TypeError) as error:
+        raise ValueError(
+            f"the results in {folder} have other fields than this version of inlinevit writes ({error}): use the "
+            "version that wrote them, or remove the folder to train this run again"
+        ) from error
+
+
+def find_outcome(folder: Path) -> Outcome | None:
+    """As read_outcome; fields that are missing or unknown end it with a LookupError or TypeError."""
     if (folder / RECORDED).exists():
         return Outcome(**read_json(folder / RECORDED)["outcome"])
     times = read_json(folder / TIME) if (folder / TIME).exists() else {}
