@@ -22,7 +22,7 @@ PIPELINES = {
 CLASSES_SHOWN = 20
 # Settings of the recipe that a card shows; all of them are in config.yaml.
 RECIPE = (
-    ("optimizer", ("name", "lr", "lr_base_size", "weight_decay", "layer_decay", "clip_grad")),
+    ("optimizer", ("name", "lr", "lr_base_size", "weight_decay", "layer_decay", "lr_scales", "clip_grad")),
     ("schedule", ("name", "epochs", "steps", "warmup", "min_lr")),
     ("data", ("batch_size", "max_train_samples")),
     ("augment", ("auto_augment", "mixup", "cutmix", "random_erasing", "label_smoothing", "crop_size")),
@@ -152,7 +152,7 @@ def _recipe(publication: Publication) -> str:
             values["epochs"] = values.get("epochs") or DEFAULT_EPOCHS
         if section == "distillation" and values.get("teacher") is None:
             continue
-        rows += [f"| {section}.{name} | {_plain(values[name])} |" for name in names if values.get(name) is not None]
+        rows += [f"| {section}.{name} | {_plain(values[name])} |" for name in names if values.get(name) not in (None, {})]
     return "All settings are in `config.yaml`.\n\n| setting | value |\n| --- | --- |\n" + "\n".join(rows)
 
 
