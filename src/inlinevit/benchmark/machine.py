@@ -33,11 +33,21 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def processor_name() -> str:
-    """Return the name of the processor, or its architecture where the system does not provide the name."""
-    info = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    return name[1] if name else platform.processor() or platform.machine()
+def processor_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of the processor, or its architecture where the system does not provide the name.
+
+    Virtual machines may have names without a number, such as AMD EPYC, that stand for processors of different speed:
+    family and model tell these apart.
+
+    Args:
+        info: Where Linux describes it.
+    """
+    found = re.findall(r"^(model name|cpu family|model)\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
+    facts = dict(reversed(found))  # those of the first core
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in facts and "model" in facts and not any(letter.isdigit() for letter in name):
+        return f"{name} (family {facts['cpu family']}, model {facts['model']})"
+    return name
 
 
 def free_memory(device: torch.device) -> int:

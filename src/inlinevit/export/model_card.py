@@ -152,7 +152,9 @@ def _recipe(publication: Publication) -> str:
             values["epochs"] = values.get("epochs") or DEFAULT_EPOCHS
         if section == "distillation" and values.get("teacher") is None:
             continue
-        rows += [f"| {section}.{name} | {_plain(values[name])} |" for name in names if values.get(name) not in (None, {})]
+        rows += [
+            f"| {section}.{name} | {_plain(values[name])} |" for name in names if values.get(name) not in (None, {})
+        ]
     return "All settings are in `config.yaml`.\n\n| setting | value |\n| --- | --- |\n" + "\n".join(rows)
 
 
