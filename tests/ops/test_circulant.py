@@ -107,6 +107,17 @@ def test_padding_does_not_matter(garbage):
     torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 2, 15, dtype=torch.float64))
 
 
+def test_large_means_of_queries_and_keys_leave_their_digits():
+    """The same is added to the scores of all shifts, which softmax does not see."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 35, 6) for _ in range(3))
+    expected = ops.circulant_attention(q.double(), k.double(), v.double(), (5, 7))
+    found = ops.circulant_attention(q + 128, k - 128, v, (5, 7)).double()
+    exact = ops.circulant_attention((q + 128).double(), (k - 128).double(), v.double(), (5, 7))
+    torch.testing.assert_close(exact, expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-6)
+
+
 def test_a_single_token_sees_itself():
     """However small its product with itself is beside that of padding, 0."""
     q = torch.full((1, 1, 6, 1), 30.0)

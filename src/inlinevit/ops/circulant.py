@@ -54,13 +54,23 @@ def circulant_kernel(q: Tensor, k: Tensor, feat_size: tuple[int, int], visible: 
         feat_size: See circulant_attention.
         visible: (batch, heads or 1, H·W), True = real token.
     """
-    if visible is not None:
-        q, k = (x.masked_fill(~visible.unsqueeze(-1), 0.0) for x in (q, k))
-    scores = correlate(to_maps(q, feat_size), to_maps(k, feat_size)) * score_scale(promote(k), visible)[..., None, None]
+    q, k = without_padding_or_mean(q, visible), without_padding_or_mean(k, visible)
+    scores = correlate(to_maps(q, feat_size), to_maps(k, feat_size)) * score_scale(k, visible)[..., None, None]
     if visible is not None:
         real = visible.unflatten(-1, feat_size).unsqueeze(2).to(scores.dtype)
         scores = hide_useless_shifts(scores.flatten(-2), correlate(real, real).flatten(-2)).view_as(scores)
     return scores.flatten(-2).softmax(dim=-1).view_as(scores)
+
+
+def without_padding_or_mean(x: Tensor, visible: Tensor | None) -> Tensor:
+    """Return queries or keys in float32 or better, with zeros in place of tokens that are not visible.
+
+    Without padding, their means over the tokens add the same to the scores of all shifts, which softmax does not see,
+    but which leaves fewer digits to their differences: they are subtracted. With padding, shifts have different numbers
+    of pairs, and the means count.
+    """
+    x = promote(x)
+    return x - x.mean(dim=-2, keepdim=True) if visible is None else x.masked_fill(~visible.unsqueeze(-1), 0.0)
 
 
 def hide_useless_shifts(scores: Tensor, pairs: Tensor) -> Tensor:
@@ -166,11 +176,10 @@ def circulant_weights(
 
 def explicit_kernel(q: Tensor, k: Tensor, shifts: Tensor, visible: Tensor | None) -> Tensor:
     """Return σ (batch, heads, H·W), as circulant_kernel, from the products of all pairs of tokens, summed by shift."""
-    if visible is not None:
-        q, k = (x.masked_fill(~visible.unsqueeze(-1), 0.0) for x in (q, k))
-    products = (promote(q) @ promote(k).transpose(-2, -1)).flatten(-2)
+    q, k = without_padding_or_mean(q, visible), without_padding_or_mean(k, visible)
+    products = (q @ k.transpose(-2, -1)).flatten(-2)
     scores = torch.zeros_like(products[..., : k.shape[2]]).index_add(-1, shifts.flatten(), products)
-    scores = scores * score_scale(promote(k), visible)
+    scores = scores * score_scale(k, visible)
     if visible is not None:
         both = (visible.unsqueeze(-1) & visible.unsqueeze(-2)).flatten(-2).to(scores.dtype)
         pairs = torch.zeros_like(both[..., : k.shape[2]]).index_add(-1, shifts.flatten(), both)
