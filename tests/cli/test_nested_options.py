@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from inlinevit.cli.train import parse_config
 
@@ -30,6 +31,24 @@ def test_a_nested_option_needs_no_dict_before_it(tmp_path: Path) -> None:
 def test_a_nested_option_changes_a_dict_that_is_given_as_a_whole() -> None:
     for arguments in ([NAME, '{"gate": true}', f"{NAME}.lepe", "3"], [f"{NAME}.lepe", "3", NAME, '{"gate": true}']):
         assert kwargs_of(*arguments)["attn_kwargs"] == {"gate": True, "lepe": 3}
+
+
+def test_options_inside_dicts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kwargs_of(f"{NAME}.lepe", "3", "--optimizer.lr_scales.head.*", "10", "--print_config", "--model.kwargs.depth=5")
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["kwargs"]["depth"] == 5
+    assert printed["model"]["kwargs"]["attn_kwargs"]["lepe"] == 3
+    assert printed["optimizer"]["lr_scales"] == {"head.*": 10.0}
+
+
+def test_dots_belong_to_names_of_parameters() -> None:
+    options = ["--optimizer.lr_scales.head.weight", "10", "--optimizer.lr_scales", '{"*.blocks.0.*": 2}']
+    for arguments in (options, [*options[2:], *options[:2]]):
+        found = parse_config(["--config", "embedded", *arguments]).optimizer.lr_scales
+        assert found == {"head.weight": 10.0, "*.blocks.0.*": 2.0}
+    with pytest.raises(ArgumentError, match=r"(?s)optimizer\.lr_scales.*much"):
+        parse_config(["--config", "embedded", "--optimizer.lr_scales.head.weight", "much"])
 
 
 @pytest.mark.parametrize(

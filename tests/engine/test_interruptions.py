@@ -356,6 +356,20 @@ def test_edited_state_is_refused(copy: Path, old: str, new: str, message: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_a_state_without_names_of_parameters_is_resumed(copy: Path, reference: Path) -> None:
+    """Older versions did not store them."""
+    path = copy / "checkpoints" / "step-00000011"
+    progress, entries = read_manifest(path)
+    values = json.loads((path / "state.json").read_text())
+    older = {name: value for name, value in values.items() if ".param_names." not in name}
+    assert len(older) < len(values)
+    (path / "state.json").write_text(json.dumps(older))
+    entries["state.json"] = entry_of((path / "state.json").read_bytes())
+    (path / "manifest.json").write_bytes(manifest_bytes(progress, entries))
+    make_trainer(settings(copy)).run()
+    assert_same_run(copy, reference)
+
+
 def test_a_checkpoint_beyond_the_end_is_refused(copy: Path, tmp_path: Path) -> None:
     path = copy / "checkpoints" / "step-00000011"
     with pytest.raises(ValueError, match=r"is at step 11, and this run has 6: make the schedule longer"):

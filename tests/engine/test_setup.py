@@ -183,7 +183,7 @@ def test_scaled_rates_change_weights_in_proportion() -> None:
     ("scales", "message"),
     [
         ({"wieght": 2.0}, "no parameter that is trained matches 'wieght': did you mean weight"),
-        ({"frozen.*": 2.0}, "no parameter that is trained matches 'frozen.*': names are such as"),
+        ({"frozen.*": 2.0}, "no parameter that is trained matches 'frozen.*': names begin with weight, bias"),
         ({"*": 2.0, "bias": 3.0}, "bias matches '\\*' and 'bias'"),
     ],
 )
@@ -191,6 +191,13 @@ def test_patterns_that_cannot_be_meant(scales: dict[str, float], message: str) -
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=f"optimizer.lr_scales: {message}"):
         make_optimizer(model, OptimizerConfig(lr_scales=scales), 1)
+
+
+def test_an_optimizer_that_ignores_factors_is_refused() -> None:
+    make_optimizer(nn.Linear(3, 2), OptimizerConfig(name="radamlegacy"), 1)
+    for options in ({"lr_scales": {"bias": 2.0}}, {"layer_decay": 0.5}):
+        with pytest.raises(ValueError, match="radamlegacy has one learning rate for all parameters: leave out"):
+            make_optimizer(nn.Linear(3, 2), OptimizerConfig(name="radamlegacy", **options), 1)
 
 
 def test_options_reach_the_optimizer() -> None:

@@ -127,6 +127,26 @@ def test_settings_of_the_optimizer_are_not_those_of_the_checkpoint(tmp_path: Pat
     assert {group["weight_decay"] for group in trainer.optimizer.optimizer.param_groups} == {0.0, 0.25}
 
 
+SCALES = {"fc1.*": 3.0, "fc2.*": 0.5}
+
+
+def test_factors_of_learning_rates_have_no_order(tmp_path: Path) -> None:
+    turned = dict(reversed(SCALES.items()))
+    make_trainer(settings(tmp_path / "reference", run__keep_checkpoints=9, optimizer__lr_scales=SCALES)).run()
+    path = str(tmp_path / "reference" / "checkpoints" / "step-00000010")
+    make_trainer(settings(tmp_path / "run", run__resume=path, optimizer__lr_scales=turned)).run()
+    ours, theirs = final_tensors(tmp_path / "run"), final_tensors(tmp_path / "reference")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("scales", [{}, {"fc1.*": 3.0}, {"fc1.weight": 3.0, "fc2.*": 0.5}])
+def test_states_are_not_loaded_for_other_parameters(tmp_path: Path, scales: dict[str, float]) -> None:
+    make_trainer(settings(tmp_path / "run", schedule__epochs=1, optimizer__lr_scales=SCALES)).run()
+    path = str(tmp_path / "run" / "checkpoints" / "step-00000006")
+    with pytest.raises(ValueError, match=r"is not that of this run's optimizer \(.*: resume with the settings it was"):
+        make_trainer(settings(tmp_path / "other", run__resume=path, optimizer__lr_scales=scales)).run()
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

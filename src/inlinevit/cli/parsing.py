@@ -1,10 +1,11 @@
 """Parsers of arguments that the commands share."""
 
+import json
 import sys
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
@@ -13,6 +14,7 @@ from ..tasks import TaskEntry
 
 AnyConfig = TypeVar("AnyConfig")
 
+PRINT_CONFIG = "--print_config"
 # The docstrings under the fields of configuration classes are the help of the options.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -27,28 +29,42 @@ class NestedParser(ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **options: Any
     ) -> Namespace:
         """See ArgumentParser.parse_args; options inside dicts have the last word."""
+        plain, nested = self.split_nested(sys.argv[1:] if args is None else args)
+        if not nested:
+            return super().parse_args(plain, namespace, **options)
+        # Printing ends the program: first without it, for the dicts that are changed.
+        silent = [word for word in plain if word.partition("=")[0] != PRINT_CONFIG]
+        settings = super().parse_args(silent, namespace, **options)
+        # Whole dicts before options inside them.
+        for dest, keys, value in sorted(nested, key=lambda one: len(one[1])):
+            settings[dest] = merge_value(settings[dest], keys, value, f"--{dest}")
+        changed = {dest: json.dumps(settings[dest]) for dest, _, _ in nested}
+        return super().parse_args([*plain, *(f"--{dest}={text}" for dest, text in changed.items())], **options)
+
+    def split_nested(self, args: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str], Any]]]:
+        """Return the words of other options, and those inside dicts as the name of the dict, the keys and the value."""
         plain: list[str] = []
         nested: list[tuple[str, list[str], Any]] = []
-        words = iter(sys.argv[1:] if args is None else args)
+        words = iter(args)
         for word in words:
             name, equals, text = word.partition("=")
             dest = next((one for one in self.dict_options() if name.startswith(f"--{one}.")), None)
-            keys = name.removeprefix(f"--{dest}.").split(".")
-            if dest is None or len(keys) == 1:
+            if dest is None:
                 plain.append(word)
                 continue
             value = text if equals else next(words, None)
             if value is None:
                 raise ArgumentError(None, f"{name} has no value: write {name} VALUE")
-            nested.append((dest, keys, typed(value)))
-        settings = super().parse_args(plain, namespace, **options)
-        for dest, keys, value in nested:
-            settings[dest] = merge_value(settings[dest], keys, value, f"--{dest}")
-        return settings
+            rest = name.removeprefix(f"--{dest}.")
+            # Where values are numbers, dots belong to the key, as in --optimizer.lr_scales.head.weight 10.
+            nested.append((dest, rest.split(".") if self.dict_options()[dest] else [rest], typed(value)))
+        return plain, nested
 
-    def dict_options(self) -> list[str]:
-        """Return the names of the options that are dicts."""
-        return [action.dest for action in self._actions if isinstance(action.default, dict)]
+    def dict_options(self) -> dict[str, bool]:
+        """Return the names of the options that are dicts, and whether their values may be dicts, too."""
+        hints = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
+        dicts = [action.dest for action in self._actions if isinstance(action.default, dict)]
+        return {dest: Any in get_args(hints[dest]) for dest in dicts}
 
 
 def typed(text: str) -> Any:

@@ -27,7 +27,7 @@ NOT_NEGATIVE = Range(0, inf)
 BELOW_ONE = Range(0, 1, below_most=True)
 BANDS = Range(0, 1023)
 BITS = Range(8, 32)
-MOST_SCALE = 1e6
+SCALES = Range(1e-6, 1e6)
 PIXEL_LIMITS = Range(1, 10**12)
 
 
@@ -52,7 +52,7 @@ class OptimizerConfig:
     layer_decay: float | None = None
     """Learning rates fall by this factor from layer to layer, from the head down to the first one."""
     lr_scales: dict[str, float] = field(default_factory=dict)
-    """Factors of the learning rate for parameters whose names match a pattern, as in {"backbone.*": 0.1}."""
+    """Factors of the learning rate for parameters whose names match a pattern, as in {"head.*": 10}."""
     clip_grad: float | None = None
     """Largest norm of the gradients."""
 
@@ -67,7 +67,7 @@ class OptimizerConfig:
             eps=Range(0, 1),
             momentum=BELOW_ONE,
             layer_decay=Range(0, 1, above_least=True),
-            lr_scales=Range(0, MOST_SCALE, above_least=True),
+            lr_scales=SCALES,
             clip_grad=Range(0, inf, above_least=True),
         )
 

@@ -21,7 +21,7 @@ def describe_settings(
         steps_per_epoch: Steps in an epoch.
         total_steps: Steps in the whole run.
         device: The device of this process.
-        rates: The learning rates of the parameter groups, relative to that of the head.
+        rates: The learning rates of the parameter groups, relative to optimizer.lr.
     """
     return [
         _describe_batch(config, plan, steps_per_epoch, total_steps) + f"; precision {_precision(config)} on {device}",
@@ -50,9 +50,10 @@ def _describe_optimizer(config: TrainConfig, total_batch: int, least: float) -> 
     rate = scale_lr(optimizer.lr, optimizer, total_batch)
     base = optimizer.lr_base_size
     how = f" (optimizer.lr {optimizer.lr:g} × {total_batch} / {base})" if base not in (0, total_batch) else ""
+    lowest = "" if optimizer.lr_scales else f" (down to {rate * least:.3g})"
     parts = [
         f"{optimizer.name}, learning rate {rate:.3g}{how}",
-        f"layer decay {optimizer.layer_decay:g} (down to {rate * least:.3g})" if optimizer.layer_decay else "",
+        f"layer decay {optimizer.layer_decay:g}{lowest}" if optimizer.layer_decay else "",
         *(f"× {scale:g} for {pattern}" for pattern, scale in optimizer.lr_scales.items()),
         f"weight decay {optimizer.weight_decay:g}",
         f"gradients clipped at {optimizer.clip_grad:g}" if optimizer.clip_grad else "",

@@ -33,6 +33,8 @@ from .state import is_sharded
 
 # Optimizers of torch that can update all parameters by one operator.
 FUSED_OPTIMIZERS: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# Its steps keep the learning rate of the first parameter group for all.
+WITHOUT_GROUP_RATES = ("radamlegacy",)
 # Schedules that are functions of the step.
 SCHEDULES = ("cosine", "multistep", "poly", "step", "tanh")
 
@@ -283,6 +285,12 @@ def make_optimizer(
     require(
         not info.second_order, f"optimizer {config.name} needs second derivatives, which are not computed: try adamw"
     )
+    has_factors = bool(config.lr_scales) or config.layer_decay is not None
+    require(
+        not has_factors or config.name.lower() not in WITHOUT_GROUP_RATES,
+        f"optimizer {config.name} has one learning rate for all parameters: leave out optimizer.layer_decay and "
+        "optimizer.lr_scales, or choose radam",
+    )
     options: dict[str, Any] = {}
     for name, is_known in {"betas": info.has_betas and info.num_betas == 2, "eps": info.has_eps}.items():
         value = vars(config)[name]
@@ -306,6 +314,11 @@ def make_optimizer(
         # Some of timm's optimizers need a GPU, or a package that timm does not install.
         raise ValueError(f"optimizer {config.name} cannot be used here ({error}): choose another one") from error
     scale_group_rates(optimizer, model, config.lr_scales)
+    if not is_sharded(model):
+        # In checkpoints, so that no state is loaded for another parameter. Those of sharded models have names already.
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in optimizer.param_groups:
+            group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     return optimizer
 
 
@@ -322,9 +335,12 @@ def scale_group_rates(optimizer: Optimizer, model: nn.Module, scales: Mapping[st
     """
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     pattern_of: dict[int, str] = {}
+    # In the order of their names: that of a dict is not kept in every file, and states are stored in that of groups.
+    scales = dict(sorted(scales.items()))
     for pattern in scales:
         found = [key for key, name in names.items() if fnmatchcase(name, pattern)]
-        hint = did_you_mean(pattern, names.values()) or f"names are such as {', '.join(list(names.values())[-2:])}"
+        first = dict.fromkeys(name.partition(".")[0] for name in names.values())
+        hint = did_you_mean(pattern, names.values()) or f"names begin with {', '.join(first)}"
         require(bool(found), f"optimizer.lr_scales: no parameter that is trained matches {pattern!r}: {hint}")
         for key in found:
             both = f"{pattern_of.get(key)!r} and {pattern!r}"

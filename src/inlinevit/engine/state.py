@@ -153,6 +153,10 @@ def _read_like(path: Path, own: dict[str, Any], accelerator: Accelerator) -> dic
         # Parameters that never had a gradient have no state.
         found = {name.split(".")[2] for name in values if name.startswith("optimizer.state.")}
         own = {**own, "state": {index: state for index, state in own["state"].items() if str(index) in found}}
+    if "param_groups" in own and not any(".param_names." in name for name in values):
+        # Older versions did not store them.
+        groups = [{key: item for key, item in one.items() if key != "param_names"} for one in own["param_groups"]]
+        own = {**own, "param_groups": groups}
     try:
         state = _like(_with_scaler(own, accelerator), values)
         if values:

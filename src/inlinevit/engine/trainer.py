@@ -185,7 +185,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The current learning rate, without the factors of parameter groups."""
-        return max(group["lr"] / group.get("lr_scale", 1.0) for group in self.optimizer.param_groups)
+        return max(float(group["lr"]) / group.get("lr_scale", 1.0) for group in self.optimizer.param_groups)
 
     def train_step(self, step: int, batches: Iterator[Any]) -> Tensor:
         """Update the weights once, in a step counted from 0. The host does not wait for the device.

@@ -112,7 +112,9 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
     """
     if not has_type(value, hint):
         raise ValueError(f"{name} is {shorten(value)}: it should be {describe_type(hint)}")
-    for number in numbers_in(value):
+    # Dicts without a range may hold anything.
+    is_limited = isinstance(value, Mapping) and allowed is not None
+    for number in numbers_in(list(value.values()) if is_limited else value):
         # Whole numbers may be too large for a float.
         if not isinstance(number, Integral) and not isfinite(number):
             raise ValueError(f"{name} is {shorten(value)}: it should be finite")
@@ -121,11 +123,9 @@ def check_value(name: str, value: Any, hint: Any, allowed: Range | None = None) 
 
 
 def numbers_in(value: Any) -> Iterator[Any]:
-    """Yield the numbers of a value: itself, or those in a list or dict."""
+    """Yield the numbers of a value: itself, or those in a list."""
     if has_type(value, float):
         yield value
-    elif isinstance(value, Mapping):
-        yield from numbers_in(list(value.values()))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for item in value:
             yield from numbers_in(item)

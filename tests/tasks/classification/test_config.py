@@ -77,7 +77,7 @@ REFUSED: dict[str, list[Any]] = {
     "optimizer.eps": [-1e-8],
     "optimizer.momentum": [1.0, -0.1],
     "optimizer.layer_decay": [0.0, 1.1],
-    "optimizer.lr_scales": [{"head.*": 0.0}, {"head.*": NAN}, {"head.*": "much"}, ["head.*"]],
+    "optimizer.lr_scales": [{"head.*": 0.0}, {"head.*": 1e7}, {"head.*": NAN}, {"head.*": "much"}, ["head.*"]],
     "optimizer.clip_grad": [0.0, -1.0, NAN],
     "schedule.epochs": [0, -1],
     "schedule.steps": [0, -1],
