@@ -38,8 +38,10 @@ def reproduce(
             what needs no files (recall, connectivity); null = show the present results and train nothing.
         output: Folder of the results, with one folder per run.
         jobs: Parallel runs, each in a process with one thread; null = number of cores.
-        seeds: Runs per cell; null = as each study says: 3 for those that a claim is about.
-        steps: Training steps of each run; null = as in the recipes: 5 epochs of CIFAR-10.
+        seeds: Runs per cell, which is one row of a table; null = 3 for those that a claim is about and in the
+            diagnostics, 1 for others.
+        steps: Training steps of each run; null = as in the recipes: 3,905 on CIFAR-10 (5 epochs), 2,000 in the
+            diagnostics.
         select: Choose the learning rate of each cell from three, by short runs that are evaluated on held-out training
             images; without, that of the recipe is used.
         device: Where to compute, such as cpu or cuda; null = the best device there is.
@@ -60,7 +62,8 @@ def reproduce(
     is_any_generated = any(cell.is_generated for cell in cells_of(chosen.values()))
     require(
         data != GENERATED or is_any_generated,
-        f"{' and '.join(chosen)} need CIFAR-10: name the folder of its train.tar and test.tar with --data",
+        f"{' and '.join(chosen)} cannot be trained on generated images: name CIFAR-10's folder of train.tar and test.tar "
+        "with --data",
     )
     world = os.environ.get("WORLD_SIZE", "1")
     require(world == "1", "reproduce starts its own processes: start it without a launcher, with --jobs")
@@ -130,6 +133,7 @@ def describe_studies(
     rates = f", and {len(choosing)} shorter ones that choose learning rates" if select else ""
     total = sum(hours.values())
     lines.append(
-        f"all: {len(cells)} different cells, {len(runs)} runs of {words} steps{rates}; about {total:.1f} core-hours"
+        f"all: {len(cells)} different cells, {len(runs)} runs of {words} steps{rates}; about {total:.1f} core-hours, "
+        "with cells of several studies counted once"
     )
     return "\n".join(lines)

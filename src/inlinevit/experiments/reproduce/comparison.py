@@ -148,7 +148,7 @@ COMPARISONS = {
         "surroundings, LePE 3 × 3 and an output gate.",
         all_of(list(COMPARED.values())),
         tuple(claim for cells in COMPARED.values() for claim in claims_about(cells, "inline", OTHERS)),
-        expectation="as the paper has it",
+        expectation="expectation",
     ),
     "recall": Study(
         "Associative recall on a grid",
@@ -161,7 +161,7 @@ COMPARISONS = {
             for claim in (*claims_about(cells, "inline", ("linear",)), *claims_about(cells, "softmax", ("inline",)))
         ),
         other_seeds=3,
-        expectation="expected of injectivity",
+        expectation="expectation",
     ),
     "connectivity": Study(
         "Path connectivity",
@@ -174,6 +174,6 @@ COMPARISONS = {
             for claim in (*claims_about(cells, "inline", ("linear",)), *claims_about(cells, "softmax", ("inline",)))
         ),
         other_seeds=3,
-        expectation="expected of injectivity",
+        expectation="expectation",
     ),
 }

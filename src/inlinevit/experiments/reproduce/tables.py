@@ -138,7 +138,7 @@ def summary_markdown(record: Record) -> str:
         return "No run of this length is recorded yet: a dash stands for what will be measured.\n"
     planned, diverged = sum(settings["seeds"].values()), sum(run.diverged_step is not None for run in finished)
     first, *others = record.processors or [machine["system"]]
-    mixed = f" Processor times in the tables are those of runs on {first}, without those on {' and '.join(others)}."
+    mixed = f" Processor times in the tables are of runs on {first} alone; others were on {' and '.join(others)}."
     return (
         f"{len(finished)} runs of {planned} are finished, and {diverged} of them diverged. Together with the choice of "
         f"learning rates, they took {record.core_hours:.1f} core-hours of processor time, {settings['jobs']} in "
