@@ -303,7 +303,10 @@ COMMANDS = [
     ),
     ("reproduce --jobs 2", "jobs has no effect without data"),
     ("reproduce --list --jobs 5", "--list trains nothing, so --jobs would have no effect"),
-    ("reproduce injectivity --data generated", "injectivity cannot be trained on generated images: name CIFAR-10"),
+    (
+        "reproduce injectivity --data generated",
+        "injectivity cannot be trained on generated images: name the folder of CIFAR-10",
+    ),
     ("train --config recall --data.path recall:pairs=64", "64 pairs and 1 of the query, but a grid of 8 has 64 cells"),
     ("reproduce --list nothing", "there is no study called 'nothing'"),
     ("models --json --markdown", "not allowed with argument"),

@@ -62,8 +62,8 @@ def reproduce(
     is_any_generated = any(cell.is_generated for cell in cells_of(chosen.values()))
     require(
         data != GENERATED or is_any_generated,
-        f"{' and '.join(chosen)} cannot be trained on generated images: name CIFAR-10's folder of train.tar and test.tar "
-        "with --data",
+        f"{' and '.join(chosen)} cannot be trained on generated images: name the folder of CIFAR-10 "
+        "(train.tar and test.tar) with --data",
     )
     world = os.environ.get("WORLD_SIZE", "1")
     require(world == "1", "reproduce starts its own processes: start it without a launcher, with --jobs")
