@@ -7,7 +7,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from ..experiments.reproduce import describe_studies, reproduce
 from ..utils.validation import require
-from .parsing import add_import, add_options, new_parser
+from .parsing import add_options, new_parser
 
 # Options that --list uses.
 LISTED = ("studies", "output", "seeds", "steps", "select")
@@ -24,7 +24,6 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("studies", nargs="*", type=str, metavar="STUDY", default=[], help=about)
     help_list = "list the studies and their cells with the expected processor time, and train nothing"
     parser.add_argument("--list", action="store_true", help=help_list)
-    add_import(parser)
     add_options(parser, reproduce, skip=["studies"])
     return parser
 

@@ -385,7 +385,7 @@ def test_worker_ends_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> Non
     ours, theirs = Pipe()
     ours.close()
     monkeypatch.setattr(workers, "train_cell", lambda config: Ended("finished"))
-    workers.work(theirs, ClassificationConfig(), [])
+    workers.work(theirs, ClassificationConfig())
 
 
 @pytest.mark.slow

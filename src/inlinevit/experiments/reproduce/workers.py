@@ -13,14 +13,12 @@ import torch
 
 from ...engine.trainer import Stopped
 from ...tasks.classification.config import ClassificationConfig
-from ...utils.modules import IMPORTED, import_modules
 from .cells import Ended, train_cell
 
 
-def work(connection: Connection, config: ClassificationConfig, modules: list[str]) -> None:
-    """Import modules, train a run and send how it ended."""
+def work(connection: Connection, config: ClassificationConfig) -> None:
+    """Train a run and send how it ended."""
     torch.set_num_threads(1)
-    import_modules(modules)
     with suppress(ConnectionError, Stopped, KeyboardInterrupt):
         connection.send(train_cell(config))
 
@@ -69,7 +67,7 @@ class Workers:
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, config, IMPORTED), daemon=True)
+        process = context.Process(target=work, args=(theirs, config), daemon=True)
         # Ctrl-C reaches all processes of a terminal; those that are not training yet ignore it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
