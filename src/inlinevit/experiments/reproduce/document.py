@@ -67,33 +67,27 @@ def rewritten(page: str, records: Records) -> str:
         page = replace_between(page, f"reproduce-{name}", study_markdown(name, record))
     page = replace_between(page, "changes", f"{markdown_table(changes_table(record, former))}\n")
     page = replace_between(page, "former", f"{markdown_table(former_table(former))}\n")
-    shown_residual = NOT_RECORDED if residual is None else f"{markdown_table(residual_table(residual))}\n"
-    page = replace_between(page, "residual", shown_residual)
+    tables = [] if residual is None else map(markdown_table, residual_tables(residual))
+    page = replace_between(page, "residual", "\n\n".join(tables) + "\n" if residual else NOT_RECORDED)
     page = replace_between(page, "attentions", f"{markdown_table(attentions_table(record, times))}\n")
     shown = [f"![{ALT[name]}](reproduce/{name}.svg)\n" for name in make_figures(record, times)]
     return replace_between(page, "figures", "\n".join(shown) or NOT_RECORDED)
 
 
-def residual_table(residual: Mapping[str, Any]) -> Table:
-    """Return what tools/residual_branch.py measured, one row per step."""
-    words = list(residual["rows"][0]["gradients"])
-    headings = (
-        "step",
-        "residual / attention",
-        "kernels: share of images",
-        *(f"gradient / weight: {word}" for word in words),
-        *(f"update / weight: {word}" for word in words),
-    )
-    rows = [
-        (
-            f"{row['step']:,}",
-            f"{row['residual_share']:.2f}",
-            f"{row['dynamic_share']:.2f}",
-            *(f"{row[kind][word]:.1e}" for kind in ("gradients", "updates") for word in words),
-        )
-        for row in residual["rows"]
+def residual_tables(residual: Mapping[str, Any]) -> list[Table]:
+    """Return what tools/residual_branch.py measured, one row per step: gradients and shares, and changes of weights."""
+    rows, words = residual["rows"], list(residual["rows"][0]["gradients"])
+
+    def relative(kind: str) -> list[tuple[str, ...]]:
+        return [(f"{row['step']:,}", *(f"{row[kind][word]:.1e}" for word in words)) for row in rows]
+
+    shares = [(f"{row['residual_share']:.2f}", f"{row['dynamic_share']:.2f}") for row in rows]
+    gradients = [(*left, *right) for left, right in zip(relative("gradients"), shares, strict=True)]
+    headings = ("step", *(f"gradient: {word}" for word in words), "residual / attention", "share of images")
+    return [
+        Table(headings, gradients, f"{residual['label']}: gradients"),
+        Table(("step", *(f"change: {word}" for word in words)), relative("updates"), f"{residual['label']}: changes"),
     ]
-    return Table(headings, rows, residual["label"])
 
 
 def attentions_table(record: Record, times: Results | None) -> Table:
