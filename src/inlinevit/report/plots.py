@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import mean
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter
 
 from .style import OTHER_COLOR, STYLES, WIDTH, Style, add_legend, plot_style
 
@@ -15,6 +17,8 @@ from .style import OTHER_COLOR, STYLES, WIDTH, Style, add_legend, plot_style
 MAX_MARKED = 15
 # Logarithmic axes with at most this many values have a tick at each of them.
 MAX_TICKS = 8
+# Font size of the names of points.
+NAME_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,8 @@ def intervals_figure(rows: Sequence[Interval], label: str) -> Figure:
         # Below the interval, which would hide them.
         axes.plot(row.values, [place + 0.22] * len(row.values), ".", color=color, alpha=0.6)
         if row.center is not None:
-            error = row.error or None
-            axes.errorbar(row.center, place, xerr=error, color=color, marker=row.style.marker, markersize=8, capsize=4)
+            look = {**row.style.line, "markersize": 8, "linestyle": ""}
+            axes.errorbar(row.center, place, xerr=row.error or None, capsize=4, capthick=1.5, **look)
         # At the left edge.
         axes.text(0.01, place, row.note, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=color)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
@@ -222,12 +226,69 @@ def points_figure(panels: Mapping[str, Sequence[Point]], x_label: str, y_label: 
     for axes, (title, points) in zip(grid, panels.items(), strict=True):
         for point in points:
             look = {**point.style.line, "linestyle": "", "label": point.name}
-            axes.errorbar(point.x, point.y, yerr=point.error or None, capsize=2, elinewidth=0.8, **look)
-            place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
-            axes.annotate(point.name, (point.x, point.y), color=point.style.color, **place)
+            axes.errorbar(point.x, point.y, yerr=point.error or None, capsize=2, capthick=0.8, elinewidth=0.8, **look)
         axes.set(xlabel=x_label, title=title)
-        axes.margins(x=0.15, y=0.1)
+        axes.margins(x=0.2, y=0.1)
         if log_x:
             log_axis(axes.xaxis)
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_formatter("{x:,.0f}")
     grid[0].set_ylabel(y_label)
+    # Places are known when all axes have their sizes.
+    figure.draw_without_rendering()
+    for axes, points in zip(grid, panels.values(), strict=True):
+        name_points(axes, points)
     return figure
+
+
+def name_points(axes: Axes, points: Sequence[Point]) -> None:
+    """Write the names of points to the right of them, one below the other where they would overlap."""
+    scale = 72 / axes.figure.dpi
+    places = {point: scale * axes.transData.transform((point.x, point.y)) for point in points}
+    for column in columns_of({point: place[0] for point, place in places.items()}):
+        column.sort(key=lambda point: places[point][1])
+        heights = spread([places[point][1] for point in column], 1.2 * NAME_SIZE)
+        for point, height in zip(column, heights, strict=True):
+            shift = height - places[point][1]
+            line = {"arrowstyle": "-", "color": point.style.color, "linewidth": 0.5, "shrinkB": 3, "relpos": (0, 0.5)}
+            axes.annotate(
+                point.name,
+                (point.x, point.y),
+                xytext=(12, shift),
+                textcoords="offset points",
+                fontsize=NAME_SIZE,
+                color=point.style.color,
+                verticalalignment="center",
+                arrowprops=line if abs(shift) > NAME_SIZE / 2 else None,
+            )
+
+
+def columns_of(places: Mapping[Point, float]) -> list[list[Point]]:
+    """Return groups of points whose names would reach each other, from their horizontal places in 1/72 inch."""
+    columns: list[list[Point]] = []
+    end = -inf
+    for point in sorted(places, key=lambda point: places[point]):
+        if places[point] > end:
+            columns.append([])
+        columns[-1].append(point)
+        end = max(end, places[point] + 12 + 0.6 * NAME_SIZE * len(point.name))
+    return columns
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Return places at least `gap` apart, in the same order, with the least squared distance to those given.
+
+    Args:
+        places: In rising order.
+        gap: The smallest distance.
+    """
+    # Without the gaps it is isotonic regression: runs that are too near to each other get their common mean.
+    runs: list[list[float]] = []
+    for number, place in enumerate(places):
+        runs.append([place - number * gap])
+        while len(runs) > 1 and mean(runs[-2]) > mean(runs[-1]):
+            last = runs.pop()
+            runs[-1] += last
+    flat = [mean(run) for run in runs for _ in run]
+    return [place + number * gap for number, place in enumerate(flat)]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.container import Container
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.font_manager import FontProperties
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.lines import Line2D
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
 
 from ..utils.atomic import atomic_write_bytes
 
@@ -62,8 +66,22 @@ class Style:
     def line(self) -> dict[str, Any]:
         """Keyword arguments for Line2D and Axes.plot."""
         face = "white" if self.hollow else self.color
-        look = {"color": self.color, "marker": self.marker, "markerfacecolor": face, "linestyle": self.dash}
-        return {**look, "label": self.name}
+        look = {"color": self.color, "markerfacecolor": face, "linestyle": self.dash, "label": self.name}
+        return {**look, **marker_look(self.marker)}
+
+
+@cache
+def marker_look(marker: str) -> dict[str, Any]:
+    """Return the keyword arguments of a marker: one of matplotlib's, or a letter between dollar signs.
+
+    Where formulas are switched off, matplotlib would draw the dollar signs, too.
+    """
+    if not marker.startswith("$"):
+        return {"marker": marker}
+    letter = TextPath((0, 0), marker.strip("$"), size=10, prop=FontProperties(weight="bold"))
+    box = letter.get_extents()
+    shape = letter.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2))
+    return {"marker": shape, "markersize": 7, "markeredgewidth": 0}
 
 
 # Colors of Okabe and Ito, which color-blind readers can distinguish; from the eighth on Tol's, with letters as markers
