@@ -11,6 +11,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsin
 
 from ..recipes import find_recipe, merge_recipe_files, read_recipe_files
 from ..tasks import TaskEntry
+from ..utils.validation import has_type
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -38,8 +39,10 @@ class NestedParser(ArgumentParser):
         # Whole dicts before options inside them.
         for dest, keys, value in sorted(nested, key=lambda one: len(one[1])):
             settings[dest] = merge_value(settings[dest], keys, value, f"--{dest}")
-        changed = {dest: json.dumps(settings[dest]) for dest, _, _ in nested}
-        return super().parse_args([*plain, *(f"--{dest}={text}" for dest, text in changed.items())], **options)
+        if silent != plain:
+            changed = [f"--{dest}={json.dumps(settings[dest])}" for dest in {dest: None for dest, _, _ in nested}]
+            super().parse_args([*plain, *changed], **options)
+        return settings
 
     def split_nested(self, args: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str], Any]]]:
         """Return the words of other options, and those inside dicts as the name of the dict, the keys and the value."""
@@ -56,8 +59,13 @@ class NestedParser(ArgumentParser):
             if value is None:
                 raise ArgumentError(None, f"{name} has no value: write {name} VALUE")
             rest = name.removeprefix(f"--{dest}.")
-            # Where values are numbers, dots belong to the key, as in --optimizer.lr_scales.head.weight 10.
-            nested.append((dest, rest.split(".") if self.dict_options()[dest] else [rest], typed(value)))
+            if self.dict_options()[dest]:
+                nested.append((dest, rest.split("."), typed(value)))
+                continue
+            # Values are numbers, and dots belong to the key, as in --optimizer.lr_scales.head.weight 10.
+            if not has_type(typed(value), float):
+                raise ArgumentError(None, f"{name} is {value}: it should be a number")
+            nested.append((dest, [rest], float(typed(value))))
         return plain, nested
 
     def dict_options(self) -> dict[str, bool]:

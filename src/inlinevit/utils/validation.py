@@ -97,7 +97,7 @@ def describe_type(hint: Any) -> str:
     if origin in (list, Sequence):
         return f"a list, each entry {describe_type(inner[0])}"
     if origin in (dict, Mapping):
-        return "names with values"
+        return f"names with values, each {describe_type(inner[1])}" if inner[1] in PLAIN_TYPES else "names with values"
     return hint.__name__
 
 
