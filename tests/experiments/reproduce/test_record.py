@@ -20,6 +20,7 @@ from inlinevit.experiments.reproduce.statistics import Verdict, judge, mean_inte
 from inlinevit.experiments.reproduce.studies import STUDIES
 from inlinevit.experiments.reproduce.tables import (
     accuracy_words,
+    cells_table,
     cells_tables,
     changes_table,
     claims_table,
@@ -154,16 +155,21 @@ def test_hours_count_each_run_once(small_studies: dict[str, Study]) -> None:
     assert "took 0.1 core-hours" in text
 
 
-def test_times_of_another_processor_are_left_out(small_studies: dict[str, Study]) -> None:
+def test_a_table_has_times_of_one_processor(small_studies: dict[str, Study]) -> None:
     record = small_record(small_studies)
-    cells = list(record.cells.values())
-    for number, found in enumerate(cells):
-        name = "EPYC" if number else "Xeon"
-        found.runs = {seed: replace(run, processor=name) for seed, run in found.runs.items()}
-    assert record.processors == ["EPYC", "Xeon"]
-    rows = [row for table in cells_tables(small_studies["first"], record) for row in table.rows]
-    assert [row[-1] for row in rows] == ["–", *["0.5"] * (len(rows) - 1)]
-    assert "are of runs on EPYC alone; others were on Xeon" in summary_markdown(record)
+    processors = {"softmax": ("Xeon", "EPYC", "EPYC"), "linear": ("Xeon",) * 3, "inline": ("EPYC",) * 2}
+    for key, names in processors.items():
+        found = record.cells[key]
+        found.runs = {seed: replace(run, processor=names[seed]) for seed, run in found.runs.items()}
+    assert record.processors() == ["Xeon", "EPYC"]
+    assert record.processors(["softmax", "none"]) == ["EPYC", "Xeon"]
+    (first,), (second,) = (cells_tables(small_studies[name], record) for name in ("first", "second"))
+    assert [table.headings[-1] for table in (first, second)] == [f"CPU minutes per run, {x}" for x in ("Xeon", "EPYC")]
+    rows = cells_table([small_studies["first"].cells[1], small_studies["second"].cells[1]], record, "").rows
+    assert [row[-1] for row in rows] == ["0.5", "–"]
+    text = summary_markdown(record)
+    assert "8 cores of Xeon, EPYC, with" in text
+    assert "processor times of one of these processors alone" in text
 
 
 def test_record_is_read_as_it_was_written(small_studies: dict[str, Study], tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ CORES: dict[str, tuple[str, dict[str, Any]]] = {
     "mhla": ("MHLA", {}),
     "circulant": ("Circulant", {}),
 }
-# Their steps on CIFAR-10 take less processor time compiled, over a whole run: many operators on large tensors become
-# few. Those of softmax, linear, InLine, Agent, MHLA and Circulant gain little or nothing:
-# python tools/training_step.py comparison --attentions softmax rala --modes eager compiled
-COMPILED = ("focused", "mala", "rala", "polaformer", "vit3")
+# Their steps take less processor time compiled: many operators on large tensors become few. Compilation takes up to a
+# minute once per model, and later runs find it in a cache. The other attentions gain little or nothing:
+# python tools/training_step.py comparison --attentions softmax rala mhla --modes eager compiled
+COMPILED = ("hydra", "efficient", "angular", "focused", "mala", "rala", "polaformer", "vit3")
 # Those that the diagnostics also have with fewer pairs, other head widths, more tokens or other surroundings.
 MAIN_CORES = ("softmax", "linear", "inline", "mala")
 
@@ -47,7 +47,6 @@ def core_cells(
     model: dict[str, Any] | None = None,
     changes: dict[str, Any] | None = None,
     is_generated: bool = False,
-    compiled: tuple[str, ...] = (),
 ) -> dict[str, Cell]:
     """Return one cell per core.
 
@@ -60,13 +59,12 @@ def core_cells(
         model: Further arguments of the model.
         changes: See Cell.
         is_generated: See Cell.
-        compiled: Cores whose models are compiled.
     """
     cells = {}
     for name in cores:
         label, own = CORES[name]
         kwargs = {"attention": name, "attn_kwargs": {**SETS[surroundings], **own}, **(model or {})}
-        own_changes = {**(changes or {}), **({"run": {"compile": True}} if name in compiled else {})}
+        own_changes = {**(changes or {}), **({"run": {"compile": True}} if name in COMPILED else {})}
         cells[name] = Cell(f"{prefix}-{name}", label, kwargs, recipe, own_changes, is_generated, group)
     return cells
 
@@ -79,7 +77,7 @@ def claims_about(cells: dict[str, Cell], better: str, others: tuple[str, ...]) -
     )
 
 
-COMPARED = {word: core_cells(f"c16-{word}", "comparison", word, SET_LABELS[word], compiled=COMPILED) for word in SETS}
+COMPARED = {word: core_cells(f"c16-{word}", "comparison", word, SET_LABELS[word]) for word in SETS}
 # With these InLine is compared with several seeds: its two relatives, and the most recent kinds of other constructions.
 OTHERS = ("softmax", "linear", "mala", "agent")
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -83,10 +83,14 @@ class Record:
     cells: dict[str, CellRecord]
     facts: dict[str, Any] = field(default_factory=environment)
 
-    @property
-    def processors(self) -> list[str]:
-        """The processors on which runs were trained, as far as they are known; that of most runs first."""
-        runs = [run for cell in self.cells.values() for run in cell.runs.values()]
+    def processors(self, keys: Iterable[str] | None = None) -> list[str]:
+        """Return the processors on which runs were trained, as far as they are known; that of most runs first.
+
+        Args:
+            keys: The cells of these runs; None = all.
+        """
+        cells = self.cells.values() if keys is None else [self.cells[key] for key in keys if key in self.cells]
+        runs = [run for cell in cells for run in cell.runs.values() if run.top1 is not None]
         return [name for name, _ in Counter(run.processor for run in runs if run.processor).most_common()]
 
     @property

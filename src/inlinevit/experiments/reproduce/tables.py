@@ -1,5 +1,6 @@
 """The tables of a record, in a terminal and in Markdown."""
 
+from collections.abc import Sequence
 from statistics import mean
 
 from ...report import Table, markdown_table
@@ -9,7 +10,7 @@ from .statistics import CONFIDENCE, Verdict, judge, mean_interval
 from .studies import DATA, GENERATED, STUDIES
 
 MISSING = "–"
-HEADINGS = ("attention", "seeds", "top-1 %", "learning rate", "parameters", "CPU minutes per run")
+HEADINGS = ("attention", "seeds", "top-1 %", "learning rate", "parameters")
 
 
 def cells_tables(study: Study, record: Record) -> list[Table]:
@@ -18,16 +19,23 @@ def cells_tables(study: Study, record: Record) -> list[Table]:
     for cell in study.cells:
         groups.setdefault(cell.group, []).append(cell)
     return [
-        Table(HEADINGS, [cell_row(cell, record) for cell in cells], f"{study.title}: {group}" if group else study.title)
+        cells_table(cells, record, f"{study.title}: {group}" if group else study.title)
         for group, cells in groups.items()
     ]
 
 
-def cell_row(cell: Cell, record: Record) -> tuple[str, ...]:
-    """Return the row of a cell; a dash is what is not measured yet."""
-    found, planned = record.cells.get(cell.key, CellRecord({})), record.settings["seeds"].get(cell.key, 0)
+def cells_table(cells: Sequence[Cell], record: Record, caption: str) -> Table:
+    """Return a table of cells, with times of one processor, which its heading names: that of most of their runs."""
     # Times of different processors do not belong into one table.
-    count, minutes = len(found.runs), found.cpu_minutes(next(iter(record.processors), None))
+    processor = next(iter(record.processors([cell.key for cell in cells])), None)
+    heading = "CPU minutes per run" + (f", {processor}" if processor else "")
+    return Table((*HEADINGS, heading), [cell_row(cell, record, processor) for cell in cells], caption)
+
+
+def cell_row(cell: Cell, record: Record, processor: str | None) -> tuple[str, ...]:
+    """Return the row of a cell with times on a processor; a dash is what is not measured yet."""
+    found, planned = record.cells.get(cell.key, CellRecord({})), record.settings["seeds"].get(cell.key, 0)
+    count, minutes = len(found.runs), found.cpu_minutes(processor)
     return (
         cell.label,
         str(count) if count >= planned else f"{count} of {planned}",
@@ -137,11 +145,12 @@ def summary_markdown(record: Record) -> str:
     if not finished:
         return "No run of this length is recorded yet: a dash stands for what will be measured.\n"
     planned, diverged = sum(settings["seeds"].values()), sum(run.diverged_step is not None for run in finished)
-    first, *others = record.processors or [machine["system"]]
-    mixed = f" Processor times in the tables are of runs on {first} alone; others were on {' and '.join(others)}."
+    processors = record.processors() or [machine["system"]]
+    mixed = " Each table has processor times of one of these processors alone, which is named in its heading."
     return (
         f"{len(finished)} runs of {planned} are finished, and {diverged} of them diverged. Together with the choice of "
         f"learning rates, they took {record.core_hours:.1f} core-hours of processor time, {settings['jobs']} in "
-        f"parallel with {machine['threads']} thread each, on {machine['cores']} cores of {first}, with torch "
-        f"{versions['torch']}, timm {versions['timm']} and Python {versions['python']}.{mixed if others else ''}\n"
+        f"parallel with {machine['threads']} thread each, on {machine['cores']} cores of {', '.join(processors)}, with "
+        f"torch {versions['torch']}, timm {versions['timm']} and Python {versions['python']}."
+        f"{mixed if len(processors) > 1 else ''}\n"
     )
