@@ -78,7 +78,7 @@ COMMANDS = {
     "accuracy": Record(f"{BENCH} accuracy --modes optimized openvino --rounds 10 --patience 5", 6),
     "runtimes": Record(f"{BENCH} model --sizes 224 --batches 1 --modes {ALL_RUNTIMES} --rounds 50 --patience 15", 2),
     "export": Record(f"{BENCH} model {EXPORTED} --modes {EXPORTED_MODES} --rounds 20 --patience 12", 12),
-    # For docs/results.md: accuracy over time.
+    # For docs/choosing_attention.md: accuracy over time.
     "attentions": Record(f"{BENCH} attentions --modes eager optimized --rounds 20 --patience 20", 5),
     "detection": Record(f"{BENCH} detection --rounds 3", 4),
     "detection-training": Record(f"{BENCH} detection --backward --rounds 2", 12),

@@ -13,7 +13,14 @@ from inlinevit.benchmark.results import Measurement, Results
 from inlinevit.benchmark.timing import Quartiles
 from inlinevit.experiments.reproduce.comparison import COMPARED, CORES
 from inlinevit.experiments.reproduce.design import Cell, Claim, Study
-from inlinevit.experiments.reproduce.document import ALT, Records, attentions_table, make_figures, rewritten
+from inlinevit.experiments.reproduce.document import (
+    ALT,
+    Records,
+    attentions_table,
+    generated_parts,
+    make_figures,
+    rewritten,
+)
 from inlinevit.experiments.reproduce.outcomes import Outcome
 from inlinevit.experiments.reproduce.record import CellRecord, Record, completed, empty_record, read_record
 from inlinevit.experiments.reproduce.statistics import Verdict, judge, mean_interval, t_quantile, welch_interval
@@ -191,14 +198,17 @@ def load_tool() -> ModuleType:
 
 def test_the_page_agrees_with_its_records() -> None:
     tool = load_tool()
-    page = (tool.DOCS / "results.md").read_text()
     records = tool.read_records(tool.DOCS)
-    assert rewritten(page, records) == page, "run make results"
+    for name, parts in generated_parts(records).items():
+        page = (tool.DOCS / name).read_text()
+        assert rewritten(page, parts) == page, f"{name}: run make results"
+    page = (tool.DOCS / "studies.md").read_text()
     for name, study in STUDIES.items():
         assert f"### {study.title}\n\n<!-- reproduce-{name} -->" in page
         assert all(f"| {one.label} |" in page for one in study.cells)
+    guide = (tool.DOCS / "choosing_attention.md").read_text()
     for name in ALT:
-        is_shown = f"(reproduce/{name}.svg)" in page
+        is_shown = f"(reproduce/{name}.svg)" in guide
         assert (
             is_shown
             == (tool.DOCS / "reproduce" / f"{name}.svg").exists()
@@ -268,7 +278,8 @@ def test_tool_takes_a_new_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     tool = load_tool()
     docs = tmp_path / "docs"
     (docs / "reproduce").mkdir(parents=True)
-    (docs / "results.md").write_text((tool.DOCS / "results.md").read_text())
+    for page in ("studies.md", "choosing_attention.md"):
+        (docs / page).write_text((tool.DOCS / page).read_text())
     (docs / "reproduce" / "results-1000-steps.json").write_text(
         (tool.DOCS / "reproduce" / "results-1000-steps.json").read_text()
     )
@@ -279,29 +290,20 @@ def test_tool_takes_a_new_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["reproduce_page.py", str(tmp_path / "new.json")])
     tool.main()
     assert read_record(docs / "reproduce" / "results.json") == record
-    text = (docs / "results.md").read_text()
-    assert "| softmax | 3 | 12.34 ± 0.00 (12.34, 12.34, 12.34) |" in text
-    assert "![Accuracy on CIFAR-10 over parameters" in text
+    assert "| softmax | 3 | 12.34 ± 0.00 (12.34, 12.34, 12.34) |" in (docs / "studies.md").read_text()
+    assert "![Accuracy on CIFAR-10 over parameters" in (docs / "choosing_attention.md").read_text()
     assert (docs / "reproduce" / "accuracy-parameters.svg").exists()
 
 
 def test_page_keeps_what_stands_between_the_tables() -> None:
     former = load_tool().read_records(load_tool().DOCS).former
     records = Records(empty_record(), former)
-    names = [
-        "reproduce",
-        "changes",
-        "former",
-        "residual",
-        "attentions",
-        "figures",
-        *(f"reproduce-{name}" for name in STUDIES),
-    ]
-    page = "".join(f"<!-- {name} -->\nformer table\n<!-- /{name} -->\nremark\n" for name in names)
-    new = rewritten(page, records)
-    assert new.count("remark\n") == len(names)
-    assert "former table" not in new
-    assert "No run of this length is recorded yet" in new
-    assert rewritten(new, records) == new
+    for name, parts in generated_parts(records).items():
+        page = "".join(f"<!-- {part} -->\nformer table\n<!-- /{part} -->\nremark\n" for part in parts)
+        new = rewritten(page, parts)
+        assert new.count("remark\n") == len(parts)
+        assert "former table" not in new
+        assert rewritten(new, parts) == new
+        assert ("No run of this length is recorded yet" in new) == (name == "studies.md")
     with pytest.raises(ValueError, match="should have <!-- reproduce-maps -->"):
-        rewritten(page.replace("reproduce-maps", "maps"), records)
+        rewritten(page.replace("reproduce-maps", "maps"), parts)

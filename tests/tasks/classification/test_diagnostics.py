@@ -221,7 +221,7 @@ def test_trivial_statistics_do_not_tell_joined_from_apart() -> None:
     ],
 )
 def test_density_between_the_marks_is_a_part_of_the_answer(options: dict[str, int], least: float, most: float) -> None:
-    """docs/results.md states how much it tells: little of one pair, and most of several whose marks are close."""
+    """docs/studies.md states how much it tells: little of one pair, and most of several whose marks are close."""
     source = ConnectivitySource("train", cell=1, **options)
     found = []
     for index in range(800 if source.pairs == 1 else 300):

@@ -1,4 +1,4 @@
-"""docs/results.md: its tables and figures, from the records of studies and of `inlinevit bench attentions`."""
+"""Tables and figures of docs/, from the records of studies and of `inlinevit bench attentions`."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -39,7 +39,7 @@ COLUMNS: dict[str, Mapping[str, Cell]] = {
 
 
 class Records(NamedTuple):
-    """What the page is made of.
+    """What the pages are made of.
 
     Attributes:
         studies: Results of the studies.
@@ -54,24 +54,36 @@ class Records(NamedTuple):
     residual: dict[str, Any] | None = None
 
 
-def rewritten(page: str, records: Records) -> str:
-    """Return a page in Markdown with all tables, between <!-- NAME --> and <!-- /NAME -->.
+def generated_parts(records: Records) -> dict[str, dict[str, str]]:
+    """Return the generated parts of pages in docs/, in Markdown: by page, and by the name of their place in it.
 
-    NAME is "reproduce" (runs, time and machine), "reproduce-STUDY", "changes" (what changed with the length),
-    "former" (accuracies of the shorter runs), "residual" (steps of a training), "attentions" (one row per attention)
-    and "figures".
+    A part goes between <!-- NAME --> and <!-- /NAME -->. NAME is "reproduce" (runs, time and machine),
+    "reproduce-STUDY", "changes" (what changed with the length), "former" (accuracies of the shorter runs), "residual"
+    (steps of a training), "attentions" (one row per attention) or "figures".
     """
     record, former, times, residual = records
-    page = replace_between(page, "reproduce", summary_markdown(record))
-    for name in STUDIES:
-        page = replace_between(page, f"reproduce-{name}", study_markdown(name, record))
-    page = replace_between(page, "changes", f"{markdown_table(changes_table(record, former))}\n")
-    page = replace_between(page, "former", f"{markdown_table(former_table(former))}\n")
-    tables = [] if residual is None else map(markdown_table, residual_tables(residual))
-    page = replace_between(page, "residual", "\n\n".join(tables) + "\n" if residual else NOT_RECORDED)
-    page = replace_between(page, "attentions", f"{markdown_table(attentions_table(record, times))}\n")
-    shown = [f"![{ALT[name]}](reproduce/{name}.svg)\n" for name in make_figures(record, times)]
-    return replace_between(page, "figures", "\n".join(shown) or NOT_RECORDED)
+    residuals = [] if residual is None else map(markdown_table, residual_tables(residual))
+    figures = [f"![{ALT[name]}](reproduce/{name}.svg)\n" for name in make_figures(record, times)]
+    return {
+        "choosing_attention.md": {
+            "attentions": f"{markdown_table(attentions_table(record, times))}\n",
+            "figures": "\n".join(figures) or NOT_RECORDED,
+        },
+        "studies.md": {
+            "reproduce": summary_markdown(record),
+            **{f"reproduce-{name}": study_markdown(name, record) for name in STUDIES},
+            "changes": f"{markdown_table(changes_table(record, former))}\n",
+            "former": f"{markdown_table(former_table(former))}\n",
+            "residual": "\n\n".join(residuals) + "\n" if residual else NOT_RECORDED,
+        },
+    }
+
+
+def rewritten(page: str, parts: Mapping[str, str]) -> str:
+    """Return a page in Markdown with its generated parts, by name."""
+    for name, content in parts.items():
+        page = replace_between(page, name, content)
+    return page
 
 
 def residual_tables(residual: Mapping[str, Any]) -> list[Table]:
@@ -186,5 +198,5 @@ def plain_style(style: Style) -> Style:
 
 
 def figure_path(docs: Path, name: str) -> Path:
-    """Return where a figure of the page is."""
+    """Return where a figure of the pages is."""
     return docs / "reproduce" / f"{name}.svg"
