@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
-from statistics import mean
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
 
 from .style import OTHER_COLOR, STYLES, WIDTH, Style, add_legend, plot_style
 
@@ -17,8 +19,9 @@ from .style import OTHER_COLOR, STYLES, WIDTH, Style, add_legend, plot_style
 MAX_MARKED = 15
 # Logarithmic axes with at most this many values have a tick at each of them.
 MAX_TICKS = 8
-# Font size of the names of points.
-NAME_SIZE = 8
+# Font size of the names of points, their distance from these, and how far they may be moved up or down, in 1/72 inch.
+NAME_SIZE, NAME_GAP = 8, 10
+NAME_SHIFTS = range(-120, 121, 3)
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,10 @@ def points_figure(panels: Mapping[str, Sequence[Point]], x_label: str, y_label: 
     for axes, (title, points) in zip(grid, panels.items(), strict=True):
         for point in points:
             look = {**point.style.line, "linestyle": "", "label": point.name}
-            axes.errorbar(point.x, point.y, yerr=point.error or None, capsize=2, capthick=0.8, elinewidth=0.8, **look)
+            thin = {"capsize": 2, "capthick": 0.8, "elinewidth": 1}
+            bars = axes.errorbar(point.x, point.y, yerr=point.error or None, **thin, **look)
+            for part in (*bars[1], *bars[2]):
+                part.set(alpha=0.4, zorder=1)
         axes.set(xlabel=x_label, title=title)
         axes.margins(x=0.2, y=0.1)
         if log_x:
@@ -243,52 +249,56 @@ def points_figure(panels: Mapping[str, Sequence[Point]], x_label: str, y_label: 
 
 
 def name_points(axes: Axes, points: Sequence[Point]) -> None:
-    """Write the names of points to the right of them, one below the other where they would overlap."""
+    """Write the names of points beside them, where they cover as little as possible of names, markers and bars."""
     scale = 72 / axes.figure.dpi
-    places = {point: scale * axes.transData.transform((point.x, point.y)) for point in points}
-    for column in columns_of({point: place[0] for point, place in places.items()}):
-        column.sort(key=lambda point: places[point][1])
-        heights = spread([places[point][1] for point in column], 1.2 * NAME_SIZE)
-        for point, height in zip(column, heights, strict=True):
-            shift = height - places[point][1]
-            line = {"arrowstyle": "-", "color": point.style.color, "linewidth": 0.5, "shrinkB": 3, "relpos": (0, 0.5)}
-            axes.annotate(
-                point.name,
-                (point.x, point.y),
-                xytext=(12, shift),
-                textcoords="offset points",
-                fontsize=NAME_SIZE,
-                color=point.style.color,
-                verticalalignment="center",
-                arrowprops=line if abs(shift) > NAME_SIZE / 2 else None,
-            )
+    panel = scale * np.array(axes.get_window_extent().extents)
+    # In 1/72 inch, like all boxes below.
+    centers = {point: scale * axes.transData.transform((point.x, point.y)) for point in points}
+    ends = [
+        scale * axes.transData.transform([(point.x, point.y - point.error), (point.x, point.y + point.error)])
+        for point in points
+    ]
+    markers = [box_around(center, 9, 9) for center in centers.values()]
+    bars = [np.concatenate([low - 1, high + 1]) for low, high in ends]
+    names: list[NDArray[np.float64]] = []
+    for point in sorted(points, key=lambda point: -point.y):
+        width, height = 0.6 * NAME_SIZE * len(point.name), 1.2 * NAME_SIZE
+        best = (inf, 1, 0, markers[0])
+        for side, shift in product((1, -1), NAME_SHIFTS):
+            box = box_around(centers[point] + np.array([side * (NAME_GAP + width / 2), shift]), width, height)
+            # Areas, in which a name is worse than a marker, and that is worse than a bar; then, the nearer the better.
+            covered = 4 * overlap(box, names) + 3 * overlap(box, markers) + 0.3 * overlap(box, bars)
+            outside = width * height - overlap(box, [panel])
+            cost = covered + 4 * outside + abs(shift) + (NAME_SIZE if side < 0 else 0)
+            if cost < best[0]:
+                best = (cost, side, shift, box)
+        _, side, shift, box = best
+        names.append(box)
+        start = (0 if side > 0 else 1, 0.5)
+        line = {"arrowstyle": "-", "color": point.style.color, "linewidth": 0.5, "shrinkB": 3, "relpos": start}
+        axes.annotate(
+            point.name,
+            (point.x, point.y),
+            xytext=(side * NAME_GAP, shift),
+            textcoords="offset points",
+            fontsize=NAME_SIZE,
+            color=point.style.color,
+            horizontalalignment="left" if side > 0 else "right",
+            verticalalignment="center",
+            arrowprops=line if abs(shift) > NAME_SIZE / 2 else None,
+        )
 
 
-def columns_of(places: Mapping[Point, float]) -> list[list[Point]]:
-    """Return groups of points whose names would reach each other, from their horizontal places in 1/72 inch."""
-    columns: list[list[Point]] = []
-    end = -inf
-    for point in sorted(places, key=lambda point: places[point]):
-        if places[point] > end:
-            columns.append([])
-        columns[-1].append(point)
-        end = max(end, places[point] + 12 + 0.6 * NAME_SIZE * len(point.name))
-    return columns
+def box_around(center: NDArray[np.float64], width: float, height: float) -> NDArray[np.float64]:
+    """Return a box (left, bottom, right, top) by its center and size."""
+    half = np.array([width, height]) / 2
+    return np.concatenate([center - half, center + half])
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Return places at least `gap` apart, in the same order, with the least squared distance to those given.
-
-    Args:
-        places: In rising order.
-        gap: The smallest distance.
-    """
-    # Without the gaps it is isotonic regression: runs that are too near to each other get their common mean.
-    runs: list[list[float]] = []
-    for number, place in enumerate(places):
-        runs.append([place - number * gap])
-        while len(runs) > 1 and mean(runs[-2]) > mean(runs[-1]):
-            last = runs.pop()
-            runs[-1] += last
-    flat = [mean(run) for run in runs for _ in run]
-    return [place + number * gap for number, place in enumerate(flat)]
+def overlap(box: NDArray[np.float64], others: Sequence[NDArray[np.float64]]) -> float:
+    """Return the area that a box has in common with others, in sum."""
+    if not others:
+        return 0.0
+    many = np.stack(others)
+    sides = np.minimum(box[2:], many[:, 2:]) - np.maximum(box[:2], many[:, :2])
+    return float(sides.clip(min=0).prod(axis=1).sum())
