@@ -39,6 +39,7 @@ STATIC = {
 }
 GATED = attention_cell("inline-gate", "InLine, local residual, gate", "inline", gate=True)
 IN_MLP = attention_cell("inline-mlp_conv", "InLine, MLP convolution", "inline", local_residual=False, mlp_conv=True)
+LINEAR_IN_MLP = attention_cell("linear-mlp_conv", "linear, MLP convolution", "linear", mlp_conv=True)
 BOTH = attention_cell("inline-residual-mlp_conv", "InLine, local residual, MLP convolution", "inline", mlp_conv=True)
 RESIDUAL_RATES = {
     factor: replace(
@@ -92,9 +93,10 @@ ABLATIONS = {
     ),
     "convolution": Study(
         "Place, size and kind of the convolution",
-        "Enhanced attention has a 3 × 3 convolution in the MLP, focused attention a 5 × 5 one of the values, and "
-        "InLine a 3 × 3 one of the values with kernels that depend on the image. InLine attention with each of these, "
-        "with a gate, and with another learning rate of the layers that make these kernels.",
+        "Enhanced attention is linear attention with a 3 × 3 convolution in the MLP, before GELU. Focused attention "
+        "has a 5 × 5 one of the values, and InLine a 3 × 3 one of the values with kernels that depend on the image. "
+        "InLine attention with static kernels, with a gate, with another learning rate of the layers that make its "
+        "kernels, and with the MLP convolution that is an option of every attention, after GELU.",
         (
             PLAIN_INLINE["identity"],
             INLINE["identity"],
@@ -103,6 +105,7 @@ ABLATIONS = {
             GATED,
             IN_MLP,
             BOTH,
+            LINEAR_IN_MLP,
             ENHANCED,
             FOCUSED,
             BARE_FOCUSED,
@@ -119,6 +122,8 @@ ABLATIONS = {
             Claim("the convolution in the MLP above the local residual", IN_MLP, INLINE["identity"]),
             Claim("both above the convolution in the MLP", BOTH, IN_MLP),
             Claim("InLine above enhanced, both with a convolution in the MLP", IN_MLP, ENHANCED),
+            Claim("InLine above linear, both with the MLP convolution after GELU", IN_MLP, LINEAR_IN_MLP),
+            Claim("linear: convolution in the MLP before GELU above after GELU", ENHANCED, LINEAR_IN_MLP),
             Claim("InLine with both above enhanced", BOTH, ENHANCED),
             Claim("InLine above focused, both with static 5 × 5", STATIC[5], FOCUSED),
             Claim("InLine above focused, both without a convolution", PLAIN_INLINE["identity"], BARE_FOCUSED),
