@@ -71,7 +71,7 @@ bench: install  ## rewrite tables and drawings of docs/performance.md from the r
 bench-record: install  ## measure what docs/performance/ lacks; an hour (ARGS="window --again" measures that one again)
 	$(BIN)/python tools/record_performance.py $(ARGS)
 
-results: install  ## rewrite tables of docs/studies.md from docs/reproduce/ (ARGS=runs/reproduce/results.json: a new record)
+results: install  ## rewrite tables of docs/studies.md and choosing_attention.md (ARGS=runs/reproduce/results.json: a new record)
 	$(BIN)/python tools/reproduce_page.py $(ARGS)
 
 docs: install  ## build the documentation site into build/site
