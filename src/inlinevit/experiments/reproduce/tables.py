@@ -151,6 +151,6 @@ def summary_markdown(record: Record) -> str:
         f"{len(finished)} runs of {planned} are finished, and {diverged} of them diverged. Together with the choice of "
         f"learning rates, they took {record.core_hours:.1f} core-hours of processor time, {settings['jobs']} in "
         f"parallel with {machine['threads']} thread each, on {machine['cores']} cores of "
-        f"{' or '.join(processors)}, with torch {versions['torch']}, timm {versions['timm']} and Python {versions['python']}."
-        f"{mixed if len(processors) > 1 else ''}\n"
+        f"{' or '.join(processors)}, with torch {versions['torch']}, timm {versions['timm']} and "
+        f"Python {versions['python']}.{mixed if len(processors) > 1 else ''}\n"
     )
